@@ -4,6 +4,7 @@
 # make results: train everything that docs/results shows anew, in runs/results. Takes days on two cores; interrupt it
 # when you like. docs/results/README.md says how new rows get there.
 # make benchmarks: measure what docs/benchmarks shows anew, in runs/benchmarks, on a machine with nothing else to do.
+# make docs: build the site in runs/site, with its tutorials executed; strict.
 # Every target sets up what it needs in .venv first; the second time that is there already.
 
 PYTHON ?= python3
@@ -17,7 +18,7 @@ BENCHMARKS ?= runs/benchmarks
 RECIPES := $(wildcard recipes/results/*.yaml) recipes/digits-tuning.yaml recipes/digits.yaml
 PAGES := $(wildcard docs/results/*/README.md)
 
-.PHONY: demo test check lint tests core test-deep pages results benchmarks format
+.PHONY: demo test check lint tests core test-deep pages docs results benchmarks format
 .DELETE_ON_ERROR:
 
 # pip must know dependency groups (25.1); older ones come with many Pythons.
@@ -39,6 +40,14 @@ demo: $(VENV)/lab
 pages: $(VENV)/lab
 	$(BIN)/attention-priors report $(dir $(PAGES))
 	$(BIN)/python docs/catalogue.py
+
+$(VENV)/docs: $(VENV)/lab
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --group docs
+	touch $@
+
+# Pages depend on the code: every build reads all of them anew.
+docs: $(VENV)/docs
+	$(BIN)/sphinx-build --quiet --fail-on-warning --keep-going --fresh-env --doctree-dir runs/site-doctrees docs runs/site
 
 $(VENV)/genomes: $(VENV)/lab
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --group genomes

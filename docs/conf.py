@@ -1,0 +1,43 @@
+"""Settings of the site: ``make docs``."""
+
+import sys
+from pathlib import Path
+
+from attention_priors import __version__
+
+sys.path.insert(0, str(Path(__file__).with_name("extensions")))
+
+project = "attention-priors"
+release = __version__
+extensions = [
+    "sphinx.ext.autodoc",
+    "sphinx.ext.napoleon",
+    "myst_nb",
+    "sphinx_copybutton",
+    "mathml",
+    "repository",
+    "generated",
+]
+
+myst_enable_extensions = ["dollarmath"]
+myst_heading_anchors = 4
+nb_execution_mode = "force"
+nb_execution_raise_on_error = True
+nb_execution_timeout = 120
+nb_merge_streams = True
+
+autodoc_member_order = "bysource"
+autodoc_typehints = "none"  # the signature has the types
+autodoc_typehints_format = "short"
+python_maximum_signature_line_length = 100
+
+html_theme = "furo"
+html_title = project
+html_static_path = ["static"]
+html_css_files = ["site.css"]
+html_math_renderer = "mathml"
+html_copy_source = False
+html_show_sphinx = False
+html_show_copyright = False
+copybutton_prompt_text = r"\$ |>>> "
+copybutton_prompt_is_regexp = True

@@ -1,0 +1,59 @@
+"""Sphinx extension that fits pages written for the repository into the site.
+
+The pages themselves stay as the repository's own viewer needs them.
+"""
+
+import posixpath
+import re
+from pathlib import Path
+from typing import Any
+
+from sphinx.application import Sphinx
+
+PAGES = {
+    "../CONTRIBUTING.md": "contributing.md",
+    "../recipes": "recipes.md",
+    "../recipes/results": "recipes.md",
+    "benchmarks": "performance.md",
+}
+"""Targets of links that are not pages of this folder, and the pages that stand for them."""
+
+BELOW = {"results/README": "*/README\n/results/RAW", "performance": "benchmarks/*/table"}
+"""Pages with pages below them in the table of contents."""
+
+LINK = re.compile(r"(?<=\]\()([^)#\s:]+)(?=[)#])")
+
+
+def adapt(_: Sphinx, page: str, source: list[str]) -> None:
+    """Change links to files outside the site, and add what a page needs only there."""
+    folder = posixpath.dirname(page)
+
+    def in_site(link: re.Match[str]) -> str:
+        target = posixpath.normpath(posixpath.join(folder, link[1]))
+        return posixpath.relpath(PAGES[target], folder or ".") if target in PAGES else link[1]
+
+    text = LINK.sub(in_site, source[0])
+    if page.startswith("benchmarks/"):
+        text = f"# Benchmark {Path(page).parent.name}\n\n{text}"
+    if page in BELOW:
+        text += f"\n```{{toctree}}\n:hidden:\n:glob:\n\n{BELOW[page]}\n```\n"
+    source[0] = text
+
+
+def separate_lists(_: Sphinx, kind: str, name: str, documented: Any, options: Any, lines: list[str]) -> None:
+    """Put the blank line before each list of a docstring that reStructuredText needs."""
+    for number in range(len(lines) - 1, 0, -1):
+        before, line = lines[number - 1 : number + 1]
+        if line.lstrip().startswith("- ") and before.strip() and _indent(before) < _indent(line):
+            lines.insert(number, "")
+
+
+def _indent(line: str) -> int:
+    return len(line) - len(line.lstrip())
+
+
+def setup(app: Sphinx) -> dict[str, Any]:
+    """Register the changes of pages and docstrings as they are read."""
+    app.connect("source-read", adapt)
+    app.connect("autodoc-process-docstring", separate_lists, priority=400)  # before napoleon
+    return {"parallel_read_safe": True, "parallel_write_safe": True}
