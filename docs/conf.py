@@ -1,11 +1,21 @@
 """Settings of the site: ``make docs``."""
 
+import logging
+import os
 import sys
 from pathlib import Path
+
+from jupyter_client.manager import KernelManager
 
 from attention_priors import __version__
 
 sys.path.insert(0, str(Path(__file__).with_name("extensions")))
+
+# Kernels warn about connections without encryption, and a quiet build prints nothing.
+KernelManager.transport_encryption.default_value = "auto"
+logging.getLogger("traitlets").setLevel(logging.WARNING)
+# Tutorials show no progress bars.
+os.environ |= {"TQDM_DISABLE": "1", "PYTHONWARNINGS": "ignore:IProgress"}
 
 project = "attention-priors"
 release = __version__
@@ -25,6 +35,7 @@ nb_execution_mode = "force"
 nb_execution_raise_on_error = True
 nb_execution_timeout = 120
 nb_merge_streams = True
+nb_output_stderr = "warn"  # and the strict build fails
 
 autodoc_member_order = "bysource"
 autodoc_typehints = "none"  # the signature has the types
