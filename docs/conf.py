@@ -38,7 +38,6 @@ nb_merge_streams = True
 nb_output_stderr = "warn"  # and the strict build fails
 
 autodoc_member_order = "bysource"
-autodoc_typehints = "none"  # the signature has the types
 autodoc_typehints_format = "short"
 python_maximum_signature_line_length = 100
 

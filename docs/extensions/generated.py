@@ -77,10 +77,10 @@ def gallery(figures: Path, page: Path) -> str:
         drawn = "maps around the middle patch" if prior.over_grid else "curves of 128 tokens"
         summary, formula = _first_line(kind)
         parts.append(
-            f"## {kind.__name__}\n\n{summary}.\n\n{formula}\n\n"
+            f"## {kind.__name__}\n\n"
+            f"{summary}. {{py:class}}`Arguments <attention_priors.priors.{kind.__name__}>`\n\n{formula}\n\n"
             f"![Log-prior of four heads of {kind.__name__}: {drawn}]({os.path.relpath(path, page)})\n\n"
-            f"```python\n{SAMPLES[kind.__name__]}\n```\n\n"
-            f"{{py:class}}`Reference <attention_priors.priors.{kind.__name__}>`\n"
+            f"```python\n{SAMPLES[kind.__name__]}\n```\n"
         )
     return "\n".join(parts)
 
@@ -99,6 +99,8 @@ def _curves(prior: Prior) -> Figure:
     axes.set(xlim=(-2, 129))
     for head, colour in zip(values, COLOURS, strict=True):
         axes.plot(positions if of_keys else 127 - positions, head, color=colour)
+    if axes.dataLim.height == 0:  # a flat line, whose own range would be arbitrary
+        axes.set_ylim(-1, 1)
     axes.set_ylim(bottom=max(axes.get_ylim()[0], LOWEST))
     return figure
 
@@ -186,7 +188,9 @@ def _support_table(first: str, rows: dict[str, list[str | None]]) -> str:
     ]
     for name, (*reasons, on_cpu, on_cuda) in rows.items():
         cells = [
-            "yes" if reason is None else f"no ({notes.setdefault((backend, reason.split(';')[0]), len(notes) + 1)})"
+            "yes"
+            if reason is None
+            else f"no&nbsp;({notes.setdefault((backend, reason.split(';')[0]), len(notes) + 1)})"
             for backend, reason in zip(BACKENDS, reasons, strict=True)
         ]
         lines.append(f"| {name} | {' | '.join(cells)} | `{on_cpu}` | `{on_cuda}` |")
@@ -213,7 +217,7 @@ def recipes() -> str:
 
 def names() -> str:
     """Return the table of the names that ``attention_priors`` exports, with links to their packages."""
-    lines = ["| name | |", "|---|---|"]
+    lines = ["| name | summary |", "|---|---|"]
     for name in sorted(attention_priors.__all__, key=str.lower):
         package = next(each for each in PACKAGES if name in import_module(f"attention_priors.{each}").__all__)
         summary = (inspect.getdoc(getattr(attention_priors, name)) or "").split("\n\n")[0]

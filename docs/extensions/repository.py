@@ -8,7 +8,10 @@ import re
 from pathlib import Path
 from typing import Any
 
+from docutils import nodes
 from sphinx.application import Sphinx
+from sphinx.environment import BuildEnvironment
+from sphinx.util.nodes import make_refnode
 
 PAGES = {
     "../CONTRIBUTING.md": "contributing.md",
@@ -52,8 +55,22 @@ def _indent(line: str) -> int:
     return len(line) - len(line.lstrip())
 
 
+def find_name(app: Sphinx, env: BuildEnvironment, node: nodes.Element, text: nodes.TextElement) -> nodes.Node | None:
+    """Link a name of another package, such as ``attend`` in a prior's docstring, if only one object has the name."""
+    if node.get("refdomain") != "py":
+        return None
+    domain = env.domains["py"]
+    objects = domain.find_obj(env, None, None, node["reftarget"].split(".")[-1], None, 1)
+    found = [(name, entry) for name, entry in objects if not entry.aliased]
+    if len(found) != 1:
+        return None
+    name, entry = found[0]
+    return make_refnode(app.builder, node["refdoc"], entry.docname, entry.node_id, text, name)
+
+
 def setup(app: Sphinx) -> dict[str, Any]:
-    """Register the changes of pages and docstrings as they are read."""
+    """Register the changes of pages and docstrings."""
     app.connect("source-read", adapt)
+    app.connect("missing-reference", find_name)
     app.connect("autodoc-process-docstring", separate_lists, priority=400)  # before napoleon
     return {"parallel_read_safe": True, "parallel_write_safe": True}
