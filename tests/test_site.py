@@ -1,5 +1,6 @@
 """The site builds without a warning, from the pages and the code as they are. Tutorials are not executed here."""
 
+import importlib
 import re
 import subprocess
 import sys
@@ -42,11 +43,16 @@ def test_every_link_within_the_site_has_its_file(site: Path) -> None:
 
 
 def test_pages_show_the_code_as_it_is(site: Path) -> None:
-    gallery, reference = ((site / page).read_text() for page in ("gallery.html", "api/priors.html"))
+    gallery = (site / "gallery.html").read_text()
     for name in families.__all__:
         assert f"<h2>{name}<" in gallery
-        assert f'id="attention_priors.priors.{name}"' in reference
-    assert "generated:" not in gallery
+    for package in ("attention", "priors", "encodings", "models", "hf"):
+        reference = (site / "api" / f"{package}.html").read_text()
+        module = importlib.import_module(f"attention_priors.{package}")
+        documented = {name for name in module.__all__ if f'id="{module.__name__}.{name}"' in reference}
+        assert documented == {name for name in module.__all__ if callable(getattr(module, name))}, package
+    for page in ("gallery", "support", "recipes", "api/package"):
+        assert "generated:" not in (site / f"{page}.html").read_text(), page
 
 
 def test_llms_txt_has_every_page(site: Path) -> None:

@@ -32,3 +32,8 @@ def __getattr__(name: str) -> Any:
     if name in __all__ and file is not None:
         return getattr(import_module(f"attention_priors.models.{file}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    """Return the module's names, including the models that are not imported yet."""
+    return sorted({*globals(), *__all__})
