@@ -69,7 +69,7 @@ benchmarks: $(VENV)/peers
 	done
 	[ -e $(BENCHMARKS)/attached.json ] || $(BIN)/python benchmarks/attached.py --repetitions 15 --output $(BENCHMARKS)/attached.json
 
-tests core test-deep: export OMP_NUM_THREADS := 1
+tests core test-deep docs: export OMP_NUM_THREADS := 1
 
 # Types take one core's time while tests take the other's.
 test: $(VENV)/dev
