@@ -1,5 +1,6 @@
 """Other processes, which tests start and never wait for without end."""
 
+import gc
 import multiprocessing
 import multiprocessing.connection
 import os
@@ -64,6 +65,8 @@ def fork(function: Callable[[], object], printed: Path, method: str = "fork") ->
 
 
 def _call(function: Callable[[], object], printed: Path) -> None:
+    # What the first process no longer needs must not be destroyed here: an ONNX session waits for threads of its own.
+    gc.freeze()
     torch.set_num_threads(1)  # the threads of the first process are not in its copy
     with printed.open("w", buffering=1, encoding="utf-8") as sys.stdout:
         sys.stderr = sys.stdout

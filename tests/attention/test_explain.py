@@ -40,9 +40,9 @@ def test_where_each_term_goes() -> None:
 
 def test_pruning() -> None:
     prior = Laplace(4)
-    long = (torch.randn(1, 4, 600, 8) for _ in range(3))
+    long = torch.randn(1, 4, 600, 8)
     assert "tolerance: blocks of keys that together weigh less than 0.01 are pruned" in explain(
-        *long, prior, tolerance=0.01
+        long, long, long, prior, tolerance=0.01
     )
     assert "tolerance: no key is pruned" in explain(QUERY, KEY, VALUE, prior, tolerance=0.01)
     mask = torch.zeros(300, 300, dtype=torch.bool)
