@@ -64,10 +64,10 @@ def variant(kernel: Any, size: backend.Blocks, head_dim: int, dtype: str, kind: 
             widths = {"D": head_dim, "DV": head_dim, "BLOCK_D": width, "BLOCK_DV": width}
             blocks = {"ROWS": size.rows, "KEYS": size.keys, "SLOT": backend.SLOT}
             own = size.keys if kernel is KERNELS["key_grad"] else size.rows
-            regular = kind not in ("positions", "far") and dtype != "fp32"
+            regular = kind not in ("positions", "far")
             kinds = {
                 "SCALES_PRIOR": "ROW_SCALE" not in LEFT_OUT[kind],
-                "TILED": regular and capability // 10 in backend.TILED and own >= 16 * size.warps,
+                "TILED": regular and backend.has_fragments(capability // 10, DTYPES[dtype], own, size.warps),
                 "WARPS": size.warps,
             }
             signature[name], constants[(index,)] = "constexpr", (widths | blocks | kinds)[name]
@@ -121,7 +121,7 @@ def main(capability: str, head_dim: str, dtype: str, *kinds: str) -> None:
         for kind in kinds if name != "rows" else ["plain"]:
             of = torch.float32 if kind == "far" else DTYPES[dtype]
             configuration = backend.configuration(backend._padded(int(head_dim)), of, capability=int(capability) // 10)
-            prepared = backend.Blocks(backend.PREPARED, 0, 4, 1)
+            prepared = backend.Blocks(backend.ROWS_PREPARED, 0, 4, 1)
             size = configuration._asdict().get(name, prepared)
             source = variant(kernel, size, int(head_dim), dtype, kind, int(capability))
             found[f"{name} {kind}"] = usage(source, size, int(capability))

@@ -47,12 +47,12 @@ LARGEST_SUM = 2.0**62
 LARGEST_HEAD_DIM = 256
 MOST_HEADS = 65535
 """Largest product of batch size and heads: the limit of a CUDA grid's second dimension."""
-PADDING = 2 * SLOT
+MARGIN = 2 * SLOT
 """Number of unused entries before and after those of a table, which hidden pairs at the edges of tiles read."""
-TILED = (8, 9)
+WITH_FRAGMENTS = (8, 9)
 """Major compute capabilities whose matrix products have the layout of ``fragments.py``."""
-PREPARED = 64
-"""Number of queries per program of the kernel that prepares them."""
+ROWS_PREPARED = 64
+"""Number of queries per program of ``rows_kernel``."""
 BITS = 1 / math.log(2.0)
 """Bits per nat."""
 LONGEST_TABLE = 16
@@ -171,6 +171,12 @@ def configuration(width: int, dtype: torch.dtype, num_queries: int = SLOT, capab
     return found
 
 
+def has_fragments(capability: int, dtype: torch.dtype, rows: int, warps: int) -> bool:
+    """Return whether threads hold the products of a tile of ``rows`` rows as ``fragments.py`` describes."""
+    # Only products of half precision are computed by matrix units, which give each warp 16 rows.
+    return capability in WITH_FRAGMENTS and dtype != torch.float32 and rows >= 16 * warps
+
+
 def shares(programs: int, problem: BlockProblem) -> int:
     """Return the number of programs that share the keys of a block of queries, to occupy the device with few blocks."""
     geometry = problem.geometry
@@ -248,13 +254,13 @@ class _Launcher:
             for dim, part in enumerate(("batch", "head", "row"))
         }
         return strides | {
-            "table_head": 0 if table is None else table.shape[1] + 2 * PADDING,
+            "table_head": 0 if table is None else table.shape[1] + 2 * MARGIN,
             "heads": geometry.heads,
             "group": geometry.heads // self.content.key.shape[1],
             "num_queries": geometry.num_queries,
             "num_keys": geometry.num_keys,
             "offset": self.offset,
-            "highest": self.problem.distances.highest + PADDING,
+            "highest": self.problem.distances.highest + MARGIN,
             "lowest": 0 if geometry.causal else -FAR,
             "farthest": FAR,
             "softmax_scale": self.problem.softmax_scale,
@@ -294,11 +300,13 @@ class _Launcher:
 
     @cached_property
     def table(self) -> Tensor | None:
+        """Table in float64 and in nats, with ``MARGIN`` entries before and after it."""
         table = self.problem.table
-        return None if table is None else pad(table.detach().double(), (PADDING, PADDING))
+        return None if table is None else pad(table.detach().double(), (MARGIN, MARGIN))
 
     @cached_property
     def key_bias(self) -> Tensor | None:
+        """Biases of keys in nats, for each example of the batch."""
         key_bias, batch = self.problem.key_bias, self.problem.geometry.batch
         return None if key_bias is None else key_bias.detach().expand(batch, -1, -1).contiguous()
 
@@ -359,9 +367,9 @@ class _Launcher:
 
     def run(self, kernel: Any, grid: tuple[int, ...], size: Blocks, own: int, **arguments: Any) -> None:
         """Launch a kernel on the query's device, whose programs hold ``own`` queries or keys."""
-        # Matrix products of half precision give each warp 16 rows.
-        tiled = self.capability in TILED and self.regular and arguments["FAR"] is None and own >= 16 * size.warps
         query, key, value = self.content[:3]
+        tiled = self.regular and arguments["FAR"] is None
+        tiled = tiled and has_fragments(self.capability, query.dtype, own, size.warps)
         launch(
             kernel,
             grid,
@@ -377,7 +385,7 @@ class _Launcher:
             KEYS=size.keys,
             SLOT=SLOT,
             SCALES_PRIOR=self.problem.row_scale is not None,
-            TILED=tiled and query.dtype != torch.float32,
+            TILED=tiled,
             WARPS=size.warps,
             num_warps=size.warps,
             num_stages=size.stages,
@@ -486,7 +494,7 @@ def backward(
     shift = launcher.shift
     launch(
         kernels.rows_kernel,
-        (-(-number // PREPARED), heads),
+        (-(-number // ROWS_PREPARED), heads),
         OUT=saved[0].contiguous(),
         OUT_GRAD=out_grad,
         LSE=saved[1].contiguous(),
@@ -501,14 +509,14 @@ def backward(
         num_queries=number,
         DV=launcher.sizes["DV"],
         BLOCK_DV=launcher.sizes["BLOCK_DV"],
-        ROWS=PREPARED,
+        ROWS=ROWS_PREPARED,
         **strides,
     )
     query_grad, key_grad, value_grad = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in content[:3])
     integers = units = bias_grad = scale_grad = None
     if problem.table is not None and wanted[0]:
         table_heads, entries = problem.table.shape
-        integers = far.new_zeros(table_heads, entries + 2 * PADDING, dtype=torch.int64)
+        integers = far.new_zeros(table_heads, entries + 2 * MARGIN, dtype=torch.int64)
         units = LARGEST_SUM / _largest_sum(launcher, largest)
     if problem.key_bias is not None and wanted[1]:
         bias_grad = lse_grad.new_empty(geometry.batch, geometry.heads, geometry.num_keys)
@@ -553,7 +561,7 @@ def backward(
         add(far_lse, far)
     table_grad = None
     if integers is not None and units is not None and problem.table is not None:
-        table_grad = (integers[:, PADDING:-PADDING] / units).to(problem.table.dtype)
+        table_grad = (integers[:, MARGIN:-MARGIN] / units).to(problem.table.dtype)
     if scale_grad is not None and problem.row_scale is not None and launcher.own is not None:
         # In the float64 launch, nothing was subtracted from the key biases.
         scale_grad.add_((launcher.own * lse_grad).masked_fill(far != 0, 0.0).to(scale_grad.dtype))

@@ -77,7 +77,7 @@ def _plain(case: Case, inputs: Inputs, place: Place = _line) -> Prepared:
     return prepared(case, inputs, run, positions=positions, causal=positions is None)
 
 
-def _by(backend: SDPBackend, case: Case, inputs: Inputs) -> Prepared:
+def _plain_by(backend: SDPBackend, case: Case, inputs: Inputs) -> Prepared:
     if not case.device.startswith("cuda"):
         raise CannotRunError("runs on CUDA alone")
     plain = _plain(case, inputs)
@@ -231,8 +231,8 @@ def _dense(
 
 _PREPARE: dict[str, Callable[[Case, Inputs], Prepared]] = {
     "plain": _plain,
-    "cuda-flash": partial(_by, SDPBackend.FLASH_ATTENTION),
-    "cuda-cudnn": partial(_by, SDPBackend.CUDNN_ATTENTION),
+    "cuda-flash": partial(_plain_by, SDPBackend.FLASH_ATTENTION),
+    "cuda-cudnn": partial(_plain_by, SDPBackend.CUDNN_ATTENTION),
     "attend-alibi": _attend(Laplace),
     "attend-alibi-pruned": _attend(Laplace, tolerance=TOLERANCE),
     "attend-local-pruned": _attend(_local, tolerance=TOLERANCE),
