@@ -4,11 +4,17 @@ import importlib
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
+from html import unescape
 from pathlib import Path
+from typing import Any
 from urllib.parse import unquote
 
 import pytest
+import typer
 
+from attention_priors.lab.cli import app
+from attention_priors.lab.cli.recipes import NamedRecipe, recipe_paths
 from attention_priors.priors import families
 from written_pages import ROOT
 
@@ -51,8 +57,39 @@ def test_pages_show_the_code_as_it_is(site: Path) -> None:
         module = importlib.import_module(f"attention_priors.{package}")
         documented = {name for name in module.__all__ if f'id="{module.__name__}.{name}"' in reference}
         assert documented == {name for name in module.__all__ if callable(getattr(module, name))}, package
-    for page in ("gallery", "support", "recipes", "api/package"):
+    for page in ("gallery", "support", "commands", "recipes", "api/package"):
         assert "generated:" not in (site / f"{page}.html").read_text(), page
+
+
+def commands(command: Any, name: str) -> Iterator[tuple[str, Any]]:
+    yield name, command
+    for inner, below in getattr(command, "commands", {}).items():
+        yield from commands(below, f"{name} {inner}")
+
+
+def words(page: Path) -> str:
+    """The text of a page, without its tags."""
+    return unescape(re.sub(r"<[^>]+>", "", page.read_text()))
+
+
+def test_the_page_of_commands_has_every_command_with_its_options(site: Path) -> None:
+    _, *sections = re.split(r"^(All commands|attention-priors [a-z ]+)¶\n", words(site / "commands.html"), flags=re.M)
+    found = dict(zip(sections[::2], sections[1::2], strict=True))
+    expected = dict(commands(typer.main.get_command(app), "attention-priors"))
+    expected["All commands"] = expected.pop("attention-priors")
+    assert found.keys() == expected.keys()
+    for name, command in expected.items():
+        for parameter in command.params:
+            written = parameter.opts[0] if parameter.opts else parameter.name
+            assert f"\n{written}" in found[name], (name, written)
+            assert " ".join(parameter.help.split()) in found[name].replace("’", "'"), (name, written)
+
+
+def test_the_page_of_recipes_has_every_recipe(site: Path) -> None:
+    page = " ".join(words(site / "recipes.html").replace("’", "'").split())
+    for path in recipe_paths().values():
+        recipe = NamedRecipe.read(path)
+        assert f"{path.stem} {' '.join(recipe.description.replace('`', '').split())}" in page, path
 
 
 def test_llms_txt_has_every_page(site: Path) -> None:

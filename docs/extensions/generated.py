@@ -11,18 +11,21 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-import yaml
+import typer
 from docutils import nodes
 from matplotlib import rc_context
 from matplotlib.figure import Figure
 from sphinx import addnodes
 from sphinx.application import Sphinx
+from typer.cli import get_docs_for_click
 
 import attention_priors
 from attention_priors import Laplace, Prior, ShawVectors, Spectral, SSMax, Structure, grid_positions
 from attention_priors._io import write_bytes
 from attention_priors.attention.plan import Backend, make_plan, why_not
 from attention_priors.attention.problem import make_problem
+from attention_priors.lab.cli import app as command_line
+from attention_priors.lab.cli.recipes import NamedRecipe, recipe_paths
 
 ROOT = Path(__file__).parents[2]
 CATALOGUE = runpy.run_path(str(ROOT / "docs" / "catalogue.py"))
@@ -201,18 +204,30 @@ def _support_table(first: str, rows: dict[str, list[str | None]]) -> str:
 
 
 def recipes() -> str:
-    """Return the tables of recipes, each with its description and the file."""
+    """Return the tables of recipes, one for each command, with the files and descriptions."""
+    found = [NamedRecipe.read(path) for path in recipe_paths().values()]
     parts = []
-    for title, folder in (
-        ("Recipes of the papers, and the demo", "recipes"),
-        ("Recipes of the results", "recipes/results"),
-    ):
-        parts.append(f"## {title}\n\n| recipe | description |\n|---|---|")
-        for path in sorted((ROOT / folder).glob("*.yaml")):
-            description = yaml.safe_load(path.read_text(encoding="utf-8"))["description"]
-            parts.append(f"| [{path.name}](../{folder}/{path.name}) | {' '.join(description.split())} |")
+    for command in ("compare", "train", "bench"):
+        parts.append(f"## Recipes of `{command}`\n\n| recipe | description |\n|---|---|")
+        for recipe in (recipe for recipe in found if recipe.command == command):
+            file = os.path.relpath(recipe.path, ROOT / "docs")
+            parts.append(f"| [{recipe.path.stem}]({file}) | {_with_options(' '.join(recipe.description.split()))} |")
         parts.append("")
     return "\n".join(parts)
+
+
+def commands() -> str:
+    """Return the sections of all commands, each with its usage, arguments and options."""
+    command = typer.main.get_command(command_line)
+    text = get_docs_for_click(obj=command, ctx=typer.Context(command), name="attention-priors", title="All commands")
+    # The lists of commands cut summaries short, and the sections have them in full.
+    text = re.sub(r"\*\*Commands\*\*:\n\n(?:\* .*\n)+\n", "", text)
+    return "#" + _with_options(text)
+
+
+def _with_options(text: str) -> str:
+    """Write the options in a text as code, because two hyphens of plain text become a dash."""
+    return re.sub(r"(?<= )--[a-z-]+", r"`\g<0>`", text)
 
 
 def names() -> str:
@@ -245,6 +260,7 @@ PARTS = {
     "support_of_priors": support_of_priors,
     "support_of_arguments": support_of_arguments,
     "recipes": recipes,
+    "commands": commands,
     "names": names,
 }
 
