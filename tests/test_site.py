@@ -13,12 +13,17 @@ from urllib.parse import unquote
 import pytest
 import typer
 
+from attention_priors.lab.bench.run import BenchRecipe
 from attention_priors.lab.cli import app
 from attention_priors.lab.cli.recipes import NamedRecipe, recipe_paths
+from attention_priors.lab.study.images.recipe import ImageRecipe
+from attention_priors.lab.study.recipe import Recipe
+from attention_priors.lab.train.recipe import TrainRecipe
 from attention_priors.priors import families
 from written_pages import ROOT
 
 pytestmark = pytest.mark.slow
+KEYS = {"compare": Recipe, "compare-images": ImageRecipe, "train": TrainRecipe, "bench": BenchRecipe}
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +62,7 @@ def test_pages_show_the_code_as_it_is(site: Path) -> None:
         module = importlib.import_module(f"attention_priors.{package}")
         documented = {name for name in module.__all__ if f'id="{module.__name__}.{name}"' in reference}
         assert documented == {name for name in module.__all__ if callable(getattr(module, name))}, package
-    for page in ("gallery", "support", "commands", "recipes", "api/package"):
+    for page in ("gallery", "support", "commands", "recipes", *(f"recipe-keys/{name}" for name in KEYS), "api/package"):
         assert "generated:" not in (site / f"{page}.html").read_text(), page
 
 
@@ -90,6 +95,19 @@ def test_the_page_of_recipes_has_every_recipe(site: Path) -> None:
     for path in recipe_paths().values():
         recipe = NamedRecipe.read(path)
         assert f"{path.stem} {' '.join(recipe.description.replace('`', '').split())}" in page, path
+
+
+@pytest.mark.parametrize("name", KEYS)
+def test_the_pages_of_recipe_keys_have_every_key_with_its_default_and_meaning(site: Path, name: str) -> None:
+    page = (site / "recipe-keys" / f"{name}.html").read_text()
+    rows = re.findall(r"<tr[^>]*>((?:<td>.*?</td>\s*){4})</tr>", page.replace("\n", " "))
+    cells = [[unescape(re.sub(r"<[^>]+>", "", cell)).strip() for cell in row.split("</td>")[:4]] for row in rows]
+    assert all(all(row) for row in cells)
+    schema = KEYS[name].model_json_schema()
+    sections = [schema, *schema["$defs"].values()]
+    assert sorted(row[0] for row in cells) == sorted(key for section in sections for key in section["properties"])
+    required = sorted(key for section in sections for key in section.get("required", ()))
+    assert sorted(row[0] for row in cells if row[2] == "required") == required
 
 
 def test_llms_txt_has_every_page(site: Path) -> None:

@@ -5,6 +5,7 @@ import os
 import re
 import runpy
 from collections.abc import Iterable
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ import typer
 from docutils import nodes
 from matplotlib import rc_context
 from matplotlib.figure import Figure
+from recipe_keys import recipe_keys
 from sphinx import addnodes
 from sphinx.application import Sphinx
 from typer.cli import get_docs_for_click
@@ -24,8 +26,12 @@ from attention_priors import Laplace, Prior, ShawVectors, Spectral, SSMax, Struc
 from attention_priors._io import write_bytes
 from attention_priors.attention.plan import Backend, make_plan, why_not
 from attention_priors.attention.problem import make_problem
+from attention_priors.lab.bench.run import BenchRecipe
 from attention_priors.lab.cli import app as command_line
 from attention_priors.lab.cli.recipes import NamedRecipe, recipe_paths
+from attention_priors.lab.study.images.recipe import ImageRecipe
+from attention_priors.lab.study.recipe import Recipe
+from attention_priors.lab.train.recipe import TrainRecipe
 
 ROOT = Path(__file__).parents[2]
 CATALOGUE = runpy.run_path(str(ROOT / "docs" / "catalogue.py"))
@@ -261,6 +267,10 @@ PARTS = {
     "support_of_arguments": support_of_arguments,
     "recipes": recipes,
     "commands": commands,
+    "keys_of_compare": partial(recipe_keys, Recipe),
+    "keys_of_compare_images": partial(recipe_keys, ImageRecipe),
+    "keys_of_train": partial(recipe_keys, TrainRecipe),
+    "keys_of_bench": partial(recipe_keys, BenchRecipe),
     "names": names,
 }
 

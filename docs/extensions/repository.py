@@ -21,7 +21,7 @@ PAGES = {
 }
 """Targets of links that are not pages of this folder, and the pages that stand for them."""
 
-BELOW = {"results/README": "*/README\n/results/RAW", "performance": "benchmarks/*/table"}
+BELOW = {"results/README": "*/README\n/results/RAW", "performance": "benchmarks/*/table", "recipes": "recipe-keys/*"}
 """Pages with pages below them in the table of contents."""
 
 LINK = re.compile(r"(?<=\]\()([^)#\s:]+)(?=[)#])")

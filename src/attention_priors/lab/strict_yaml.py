@@ -36,7 +36,7 @@ def errors_at(place: str) -> Iterator[None]:
 class Strict(BaseModel):
     """Model of a file's content that forbids unknown keys."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, use_attribute_docstrings=True)
 
 
 def import_plugins(modules: Sequence[str]) -> Sequence[str]:

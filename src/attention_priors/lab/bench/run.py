@@ -55,7 +55,9 @@ class Part(Strict):
     lengths: tuple[Annotated[int, Field(ge=16)], ...] = Field(min_length=1)
     """Lengths in tokens; cached keys in decoding."""
     passes: tuple[Pass, ...] = Field(default=PASSES, min_length=1)
+    """Passes that are measured."""
     ways: tuple[str, ...] = Field(default=LINE_WAYS, min_length=1)
+    """Names of the ways, as ``attention-priors bench --ways list`` shows them. Each way's baseline is added."""
 
     @field_validator("ways")
     @classmethod
@@ -70,18 +72,29 @@ class BenchRecipe(Strict):
     """A benchmark: parts with their own lengths, passes and ways, and shared settings."""
 
     name: str = Field(default="bench", min_length=1)
+    """Title of the benchmark, and name of the output folder in ``runs``."""
     description: str = ""
+    """Description of the benchmark."""
     device: str = "cpu"
+    """``cpu``, ``cuda`` or ``cuda:N``."""
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    """Dtype of queries, keys and values."""
     threads: int = Field(default_factory=torch.get_num_threads, gt=0)
+    """Number of CPU threads; PyTorch's number by default."""
     batch: int = Field(default=1, gt=0)
+    """Batch size."""
     heads: int = Field(default=8, gt=0)
+    """Number of heads."""
     head_dim: int = Field(default=64, gt=0)
+    """Dimension of a head."""
     repetitions: int = Field(default=9, gt=0)
+    """Number of times that each way is measured, interleaved with the others."""
     neighbours: int = Field(default=0, ge=0)
     """Number of processes that each keep a core busy. Every repetition is measured without and then beside them."""
     seed: int = Field(default=0, ge=0, lt=2**32)
+    """Seed of the inputs and of the order of the ways."""
     parts: tuple[Part, ...] = Field(min_length=1)
+    """Sets of lengths, passes and ways; all combinations within a part are measured."""
 
     @field_validator("device")
     @classmethod

@@ -33,6 +33,7 @@ class HubDataset(Strict):
     name: str | None = None
     """Name of the dataset's configuration (``sample-10BT``, ``en``, ``20231101.en``)."""
     split: str = "train"
+    """Split of the dataset."""
     text: str = "text"
     """Field that holds the text."""
     data_files: str | tuple[str, ...] | None = None
@@ -82,7 +83,7 @@ class HubDataset(Strict):
 
 
 class FastaSettings(Strict):
-    """Genome (:class:`~attention_priors.lab.data.FastaFile`), read with one record in memory at a time.
+    """Genome of any size, read with one record in memory at a time.
 
     The whole file is validated before use.
     """
@@ -164,21 +165,22 @@ class DataSettings(Strict):
     """Source of the tokens: exactly one of ``text``, ``fasta``, ``dataset``, ``shards``."""
 
     text: str | None = None
-    """Corpus: ``embedded`` (the Python standard library), a text file, a folder of text files, ``package:NAME``, or a
-    small FASTA file."""
+    """Corpus: ``embedded`` (the Python standard library), a text file, a folder of text files, ``package:NAME`` (the
+    files of an installed Python package), or a small FASTA file. About 5 % is held out: whole documents, or the end of
+    the longest if documents are few and unequal."""
     fasta: FastaSettings | None = None
-    """Genome of any size."""
     dataset: HubDataset | None = None
     shards: str | None = None
-    """Folder made by ``attention-priors prepare``."""
+    """Folder that ``attention-priors prepare`` wrote."""
     max_tokens: int | None = Field(default=None, gt=0)
-    """Largest number of training tokens."""
+    """Largest number of training tokens; the last document is cut. By default, all tokens, and of a dataset as many as
+    the training reads. Not allowed with ``shards``."""
     held_out_tokens: int = Field(default=1_000_000, gt=0)
     """Number of held-out tokens, in the first documents of a dataset or of a genome without ``held_out``."""
     shard_tokens: int = Field(default=2**25, gt=0)
-    """Size of a shard in tokens. The shard ends with the document that reaches this size."""
+    """Size of a file in tokens. The file ends with the document that reaches this size. Not allowed with ``shards``."""
     order: Literal["shuffled", "as_read"] = "shuffled"
-    """Order of rows: shuffled in each epoch, or sequential."""
+    """Order of rows: a permutation for each epoch, drawn from the seed, or the order of the documents."""
 
     @model_validator(mode="after")
     def _one_source(self) -> DataSettings:

@@ -14,11 +14,13 @@ class PasskeySettings(Strict):
     """Passkey retrieval: share of texts whose five digits are all predicted correctly."""
 
     lengths: Lengths
+    """Lengths of the texts in tokens, in rising order."""
     depths: int = Field(default=20, ge=2)
     """Number of depths, evenly spaced from the start of the text to its end."""
     trials: int = Field(default=1, gt=0)
     """Number of texts per length and depth."""
     filler: Literal["corpus", "sentence"] = "corpus"
+    """Text around the pass key: windows of the corpus' held-out part, or one paragraph that repeats."""
     stop_after_zeros: int | None = Field(default=2, gt=0)
     """Number of consecutive lengths without a right answer after which longer texts are skipped; None never skips."""
 
@@ -32,6 +34,7 @@ class PerplexitySettings(Strict):
     """Negative log-likelihood by position, over held-out documents of at least ``length`` tokens."""
 
     length: int = Field(gt=1)
+    """Number of tokens that are read of each document."""
     documents: int = Field(default=8, gt=0)
     """Number of documents; the first ``length`` tokens of each are read."""
     minimum_documents: int | None = Field(default=None, gt=0)
@@ -52,6 +55,7 @@ class CopyingSettings(Strict):
     """Loss in the copy-mixture task, by kind of token and length of row."""
 
     lengths: Lengths
+    """Lengths of the rows in tokens, in rising order."""
     tokens: int = Field(default=65536, gt=0)
     """Total number of tokens of the rows of each length; at least one row is read."""
 
@@ -64,6 +68,7 @@ class SinkMassSettings(Strict):
     """Attention on the first token as a function of the scale of the content logits."""
 
     length: int = Field(gt=1)
+    """Number of tokens that are read of each text or row."""
     texts: int = Field(default=16, gt=0)
     """Number of held-out texts or rows; the first ``length`` tokens of each are read."""
     factors: tuple[Annotated[float, Field(ge=0)], ...] = Field(

@@ -31,12 +31,11 @@ class CorpusSettings(Strict):
     """Training and test data: a text corpus or a synthetic task."""
 
     source: str | None = None
-    """``embedded``, or the path of a text file or a folder of text files. ``embedded`` by default unless there is a
-    task."""
+    """``embedded`` (the Python standard library), a text file, a folder of text files, or ``package:NAME`` (the files
+    of an installed Python package). ``embedded`` by default unless there is a task."""
     max_characters: int | None = Field(default=None, gt=0)
     """Largest number of characters to train on; the held-out part is always complete."""
     copy_mixture: CopyMixture | None = None
-    """GOAT's copy-mixture task instead of a text; its tokens need no tokenizer."""
 
     @model_validator(mode="before")
     @classmethod
@@ -58,6 +57,7 @@ class MixtureSettings(TrainingSettings):
     passkey_ratio: float = Field(default=0.0, ge=0, le=1)
     """Share of rows that begin with a passkey text."""
     passkey_filler: Literal["corpus", "sentence"] = "corpus"
+    """Text around the pass key: windows of the corpus' training part, or one paragraph that repeats."""
     passkey_digits: int | None = Field(default=None, ge=1, le=9)
     """Digits of a pass key, 5 by default."""
     passkey_wording: Literal["short", "long"] | None = None
@@ -180,20 +180,26 @@ class Recipe(Strict):
     """Comparison of schemes: for each seed, all schemes train on the same rows and are tested on the same texts."""
 
     plugins: Plugins = ()
+    """Modules that register priors of your own; every process imports them before the other keys are read."""
     name: str = Field(min_length=1)
+    """Title of the report."""
     description: str = ""
+    """Description in the report."""
     corpus: CorpusSettings = CorpusSettings()
     tokenizer: TokenizerSpec = Field(default=None, validate_default=True)
-    """Number of entries of a byte-level BPE trained on the corpus, 2048 by default, or a tokenizer's path or Hugging
-    Face name. None for a synthetic task."""
+    """Number of entries of a byte-level BPE trained on the corpus, 2048 by default; ``nucleotides``; or a tokenizer's
+    path or Hugging Face name. None for a synthetic task."""
     model: DecoderSizes
     training: MixtureSettings
     evaluation: EvaluationSettings
     seeds: Seeds = (0,)
+    """Seeds of initial weights and training rows. Test texts are equal for all seeds."""
     threads_per_run: int = Field(default=1, gt=0)
+    """Number of CPU threads of one run."""
     processes: int | None = Field(default=None, gt=0)
     """Largest number of runs at a time, regardless of the number of cores; 1 for recipes that measure times."""
     schemes: Annotated[dict[Annotated[str, Field(min_length=1)], Scheme], OwnFolders] = Field(min_length=1)
+    """Schemes by name. Each scheme is trained with every seed."""
     sweep: Sweep | None = None
     """Sweep that multiplies schemes over axes; None once a recipe is read, because ``schemes`` then holds the
     result."""

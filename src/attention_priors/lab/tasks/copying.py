@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple, TypedDict
 
 import torch
+from pydantic import ConfigDict
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 from torch.utils.data import Dataset
@@ -48,21 +49,21 @@ class CopyMixture:
     which is ``lag = 2``, the default. With ``lag = 1``, a token copies the query's own token, which needs no attention.
     The paper states neither the shares nor the sizes; the defaults here are equal shares and 64 tokens.
 
-    Args:
-        vocabulary_size: ``V``, at least 2.
-        first: Share of tokens that copy the first token.
-        previous: Share of tokens that copy the token ``lag`` before. The rest is noise and must be above 0, because
-            without noise every token equals the first.
-        lag: Distance in tokens, at least 1.
-
     Raises:
         ValueError: an argument is outside its range.
     """
 
+    __pydantic_config__ = ConfigDict(use_attribute_docstrings=True)
+
     vocabulary_size: int = 64
+    """Number of different tokens, ``V``; at least 2."""
     first: float = 1 / 3
+    """Share of tokens that copy the first token."""
     previous: float = 1 / 3
+    """Share of tokens that copy the token ``lag`` before. The rest is noise. It must be above 0, because without noise
+    every token equals the first."""
     lag: int = 2
+    """Distance of the copied token, at least 1."""
 
     def __post_init__(self) -> None:
         if self.vocabulary_size < 2:

@@ -60,12 +60,15 @@ class EvaluationPlan(Strict):
     """Tasks, and everything besides the tokenizer that determines their texts. Lengths are in tokens."""
 
     tasks: tuple[str, ...]
+    """Names of the tasks, as ``attention-priors evaluate --task list`` shows them."""
     lengths: Lengths
+    """Lengths of the texts in tokens, in rising order."""
     depths: int = Field(default=20, ge=2)
     """Depths, evenly spaced from the start of a text to its end."""
     trials: int = Field(default=1, gt=0)
     """Texts per length and depth; for genomes, continuations of each piece."""
     seed: int = Field(default=0, ge=0, lt=2**32)
+    """Seed of the texts."""
     seeding: Literal["hashed", "mixed"] = "hashed"
     """Rule for the seed of each text; recipes use ``mixed`` for ``evaluation.passkey``."""
     corpus: str = EMBEDDED
@@ -86,7 +89,7 @@ class EvaluationPlan(Strict):
     passes: int = Field(default=100, gt=0)
     """Number of passes of the task ``timing``."""
     stop_after_zeros: int | None = Field(default=2, gt=0)
-    """Number of consecutive lengths without a right answer after which a task skips longer ones; null never skips."""
+    """Number of consecutive lengths without a right answer after which a task skips longer ones; None never skips."""
 
     @property
     def longest_text(self) -> int:

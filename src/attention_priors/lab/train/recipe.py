@@ -36,20 +36,27 @@ class OptimizationSettings(Strict, ABC):
     """Settings of the optimiser and its schedule, for any kind of model."""
 
     optimizer: Literal["adamw", "radam"] = "radam"
+    """RAdam with decoupled weight decay, or AdamW."""
     learning_rate: float = Field(gt=0)
+    """Learning rate after the warm-up. It follows a cosine down to its final value."""
     betas: tuple[Decay, Decay] = (0.9, 0.95)
+    """Decays of the optimiser's moments."""
     epsilon: float = Field(default=1e-8, gt=0)
+    """Epsilon of the optimiser."""
     weight_decay: float = Field(default=0.1, ge=0)
+    """Weight decay of matrices. Priors, norms and logit scales have none."""
     gradient_clip: float = Field(default=1.0, gt=0)
+    """Largest norm of the gradient."""
     warmup_steps: int = Field(default=0, ge=0)
+    """Number of steps over which the learning rate rises linearly from 0."""
     minimum_learning_rate_ratio: float = Field(default=0.1, ge=0, le=1)
     """Final learning rate of the cosine schedule, as a share of ``learning_rate``."""
     prior_learning_rate_multiplier: float = Field(default=1.0, gt=0)
-    """Multiplier of the learning rate for the parameters of priors."""
+    """Multiplier of the learning rate for the parameters of priors; our results use 15."""
     logit_scale_learning_rate_multiplier: float = Field(default=1.0, gt=0)
     """Multiplier of the learning rate for SSMax's ``s``."""
     precision: Literal["float32", "bfloat16", "float16"] = "float32"
-    """Precision of matrix products; weights, priors and the optimiser's moments stay in float32."""
+    """Precision of matrix products, by autocast; float16 needs CUDA. Weights, priors and moments stay in float32."""
     checkpoint_steps: int = Field(default=200, gt=0)
     """Number of steps between checkpoints, from which interrupted training resumes."""
 
@@ -78,7 +85,9 @@ class TrainingSettings(OptimizationSettings):
     """Settings of the optimiser, its schedule and the size of a step. Lengths are in tokens."""
 
     context_length: int = Field(gt=1)
+    """Length of a training row, in tokens."""
     steps: int | None = Field(default=None, gt=0)
+    """Number of optimiser steps."""
     tokens: int | None = Field(default=None, gt=0)
     """Alternative to ``steps``: total number of tokens, rounded down to whole steps."""
     batch_size: int | None = Field(default=None, gt=0)
@@ -139,19 +148,22 @@ class RunningSettings(ProcessSettings):
     """Settings of the processes, checkpoints and logs of a training run."""
 
     rows_at_a_time: int | None = Field(default=None, gt=0)
-    """Number of rows per forward pass on one device. Gradients are accumulated over the passes of a step. By default,
-    each process runs its rows of a step in a single pass."""
+    """Number of rows per forward pass on one device. Gradients are accumulated over the passes of a step, so the rows
+    of a step must be a multiple of this number times the number of processes. By default, each process runs its rows of
+    a step in a single pass."""
     checkpoints_kept: int = Field(default=2, gt=0)
+    """Number of checkpoints to keep."""
     log_every: int | None = Field(default=None, gt=0)
     """Number of steps over which a logged loss is averaged; a fiftieth of the training by default."""
     report_to: tuple[Literal["tensorboard", "wandb"], ...] = ()
+    """Services that get the losses; install their packages first."""
     fsdp: dict[str, Any] | None = None
     """Value of ``TrainingArguments.fsdp_config``, to shard parameters, gradients and moments; ``{}`` for its
     defaults."""
     ddp: dict[Literal["find_unused_parameters", "bucket_cap_mb", "broadcast_buffers", "static_graph"], Any] = Field(
         default_factory=dict
     )
-    """Values of ``TrainingArguments.ddp_*``."""
+    """Values of ``TrainingArguments.ddp_*``. ``find_unused_parameters`` is off by default."""
     ddp_timeout: int = Field(default=1800, gt=0)
     """Seconds that a process waits for other processes."""
 
@@ -187,12 +199,16 @@ class TrainRecipe(Strict):
     """Recipe of a training run."""
 
     plugins: Plugins = ()
+    """Modules that register priors of your own; every process imports them before the other keys are read."""
     name: str = Field(min_length=1)
+    """Title of the run."""
     description: str = ""
+    """Description of the run."""
     model: ModelSettings
     tokenizer: TokenizerSpec = None
-    """Vocabulary size of a byte-level BPE that is trained on the text, or the path or Hugging Face name of a tokenizer.
-    None with ``data.shards``, which have a tokenizer."""
+    """Path or Hugging Face name of a tokenizer, or the vocabulary size of a new byte-level BPE. The BPE is trained on
+    the first 20 million characters. For a dataset, or a genome without ``held_out``, these include the held-out part,
+    which comes first. None with ``data.shards``, which have a tokenizer."""
     data: DataSettings
     training: TrainingSettings
     validation: ValidationSettings | None = None
@@ -300,36 +316,56 @@ def _is_none(value: object) -> bool:
 
 
 class PositionSettings(Strict):
-    """Settings of positions in our decoder; fields of :class:`PriorDecoderConfig`."""
+    """Settings of positions in our decoder."""
 
     prior: dict[str, Any] | list[dict[str, Any] | str] | str | None = None
+    """Log-prior of all layers: a name, a mapping of ``name`` and arguments, or a list of these, which is their sum.
+    None for no prior."""
     share_prior: bool = False
+    """Whether all layers share one prior, as in T5. Otherwise each layer has its own."""
     encoding: dict[str, Any] | str | None = None
+    """Encoding of positions, such as ``rotary``: a name, or a mapping of ``name`` and arguments. None for no
+    encoding."""
     logit_scale: dict[str, Any] | str | None = None
+    """Logit scale, such as ``ssmax``: a name, or a mapping of ``name`` and arguments. Each layer learns its own. None
+    for no logit scale."""
     # Unset fields are left out of the identity, so that runs from before these fields keep their identity.
     null_logit: dict[str, Any] | str | None = Field(default=None, exclude_if=_is_none)
+    """Null key, ``null_key``, to which a head may attend in place of all keys. None for no null key."""
     key_bias: dict[str, Any] | str | None = Field(default=None, exclude_if=_is_none)
+    """Bias of each key, such as ``forget_gate``: a name, or a mapping of ``name`` and arguments. None for no bias."""
     layer_pattern: list[str] | None = Field(default=None, exclude_if=_is_none)
+    """Names of the kinds of layers, repeated over the layers. None if all layers are alike."""
     layer_kinds: dict[str, dict[str, Any]] | None = Field(default=None, exclude_if=_is_none)
+    """Settings of each kind of layer, by name. A kind inherits the settings that it does not have."""
 
 
 class DecoderSizes(Strict):
     """Sizes of our decoder, without positions and vocabulary."""
 
     hidden_size: int = Field(gt=0)
+    """Width of the residual stream."""
     intermediate_size: int = Field(gt=0)
+    """Width of the SwiGLU layers."""
     num_hidden_layers: int = Field(gt=0)
+    """Number of layers."""
     num_attention_heads: int = Field(gt=0)
+    """Number of query heads."""
     num_key_value_heads: int | None = Field(default=None, gt=0)
+    """Number of key and value heads; ``num_attention_heads`` by default."""
     initializer_range: float = Field(default=0.02, gt=0)
+    """Standard deviation of the initial weights."""
     tie_word_embeddings: bool = True
+    """Whether the output layer is the transpose of the embedding."""
 
 
 class DecoderSettings(DecoderSizes, PositionSettings):
     """Our decoder with new weights."""
 
     head_dim: int | None = Field(default=None, gt=0)
+    """Width of a head; ``hidden_size / num_attention_heads`` by default."""
     rms_norm_eps: float = Field(default=1e-6, gt=0)
+    """Epsilon of the norms."""
     vocab_size: int | None = Field(default=None, gt=0)
     """Vocabulary size; the tokenizer's by default. May be larger, for example to be a multiple of 64."""
 
@@ -341,17 +377,28 @@ class DecoderSettings(DecoderSizes, PositionSettings):
 
 
 class AttachSettings(Strict):
-    """Arguments of :func:`attach` for a model of another architecture."""
+    """Priors to attach to a model that is not our decoder, as :func:`attach` does."""
 
     prior: dict[str, Any] | list[dict[str, Any] | str] | str | None = None
+    """Log-prior: a name, a mapping of ``name`` and arguments, or a list of these, which is their sum. None for
+    no prior."""
     logit_scale: dict[str, Any] | str | None = None
+    """Logit scale: a name, or a mapping of ``name`` and arguments. ``residual_ssmax`` starts as the identity. None for
+    no logit scale."""
     layers: list[int] | None = None
+    """Indices of the layers that get the prior, negative ones from the end; None for all."""
     heads: list[int] | None = None
+    """Query heads of these layers that get the prior; None for all."""
     share_prior: bool = False
+    """Whether all layers share one prior, as in T5. Otherwise each layer has its own."""
     drop_positions: bool = False
+    """Whether to drop the model's own positions (DroPE), so that only the prior encodes positions."""
     freeze_model: bool = False
+    """Whether to freeze all parameters but those of priors and logit scales."""
     layer_pattern: list[str] | None = None
+    """Names of the kinds of layers, repeated over the layers. None if all layers are alike."""
     layer_kinds: dict[str, dict[str, Any]] | None = None
+    """Settings of each kind of layer, by name. A kind inherits the settings that it does not have."""
 
 
 class ModelSettings(Strict):
@@ -363,9 +410,8 @@ class ModelSettings(Strict):
     pretrained: str | None = None
     """Folder or name of a model, Hugging Face's or ours, whose weights are used."""
     attach: AttachSettings | None = None
-    """Priors to attach to a model that is not our decoder."""
     train_only: Literal["attached"] | None = None
-    """``"attached"`` to train only attached priors and logit scales of a pretrained model; None to train the whole
+    """``attached`` to train only attached priors and logit scales of a pretrained model; None to train the whole
     model."""
 
     @model_validator(mode="after")

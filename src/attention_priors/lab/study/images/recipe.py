@@ -21,11 +21,15 @@ class HubPictures(Strict):
     path: str = Field(min_length=1)
     """Name on the Hub (``uoft-cs/cifar10``, ``ILSVRC/imagenet-1k``), or ``imagefolder`` for local files."""
     name: str | None = None
+    """Name of the dataset's configuration."""
     data_dir: str | None = None
+    """Folder with the files of the dataset."""
     revision: str | None = None
+    """Commit of the repository; it pins the data."""
     train: str = "train"
     """Training split; ``train[:1000]`` selects a part."""
     test: str = "test"
+    """Test split."""
     image: str = "image"
     """Field of the image."""
     label: str = "label"
@@ -50,18 +54,27 @@ class PictureSettings(Strict):
 
 
 class VisionSizes(Strict):
-    """Fields of :class:`PriorVisionConfig` without positional settings."""
+    """Sizes of the classifier, without positions."""
 
     image_size: int = Field(gt=0)
     """Rows and columns of the training images, in pixels."""
     patch_size: int = Field(gt=0)
+    """Side of a patch, in pixels."""
     hidden_size: int = Field(gt=0)
+    """Width of the residual stream."""
     intermediate_size: int = Field(gt=0)
+    """Width of the feed-forward layers."""
     num_hidden_layers: int = Field(gt=0)
+    """Number of layers."""
     num_attention_heads: int = Field(gt=0)
+    """Number of heads."""
     initializer_range: float = Field(default=0.02, gt=0)
+    """Standard deviation of the initial weights."""
     drop_path: float = Field(default=0.0, ge=0, lt=1)
+    """Probability of skipping the last layer in training (stochastic depth); it rises linearly from 0 in the first
+    layer."""
     pooling: Literal["class", "mean"] = "class"
+    """Input of the classifier: a class token outside the grid, or the mean of the patches."""
 
 
 class Augmentation(Strict):
@@ -100,9 +113,12 @@ class ImageTrainingSettings(OptimizationSettings):
     """Training settings of a classifier."""
 
     steps: int = Field(gt=0)
+    """Number of optimiser steps."""
     batch_size: int = Field(gt=0)
+    """Number of images per step."""
     augmentation: Augmentation = Augmentation()
     label_smoothing: float = Field(default=0.0, ge=0, lt=1)
+    """Share of each label that is spread evenly over all classes."""
 
     @model_validator(mode="after")
     def _warm(self) -> ImageTrainingSettings:
@@ -127,7 +143,9 @@ class ImageEvaluation(Strict):
     sizes: tuple[Annotated[int, Field(gt=0)], ...] = Field(min_length=1)
     """Rows and columns of the scaled test images, in pixels."""
     interpolation: Literal["bilinear", "bicubic"] = "bilinear"
+    """Interpolation that scales the test images."""
     batch_size: int = Field(default=64, gt=0)
+    """Number of test images per forward pass."""
 
     @field_validator("sizes")
     @classmethod
@@ -138,13 +156,21 @@ class ImageEvaluation(Strict):
 
 
 class VisionScheme(Strict):
-    """Positional scheme of a model, with fields of :class:`PriorVisionConfig`."""
+    """Positional scheme of a classifier."""
 
     prior: dict[str, Any] | list[dict[str, Any] | str] | str | None = None
+    """Log-prior over the grid of patches: a name, a mapping of ``name`` and arguments, or a list of these, which is
+    their sum. None for no prior."""
     share_prior: bool = False
+    """Whether all layers share one prior, as in T5. Otherwise each layer has its own."""
     logit_scale: dict[str, Any] | str | None = None
+    """Logit scale, such as ``ssmax``: a name, or a mapping of ``name`` and arguments. Each layer learns its own. None
+    for no logit scale."""
     position_table: bool = False
+    """Whether to add a learned vector for each place, as in ViT. For other resolutions, the table is interpolated."""
     position_units: Literal["patch", "image"] = "patch"
+    """Unit of the prior's distances: patches at any resolution, or patches of the training grid, so that distances
+    within an image do not depend on the resolution."""
     training: dict[str, Any] = Field(default_factory=dict)
     """Training settings that differ for this scheme."""
 
@@ -157,18 +183,24 @@ class ImageRecipe(Strict):
     """Comparison of classifiers: for each seed, all schemes train and are tested on the same images."""
 
     plugins: Plugins = ()
+    """Modules that register priors of your own; every process imports them before the other keys are read."""
     name: str = Field(min_length=1)
+    """Title of the report."""
     description: str = ""
+    """Description in the report."""
     images: PictureSettings
     model: VisionSizes
     training: ImageTrainingSettings
     evaluation: ImageEvaluation
     running: ProcessSettings = ProcessSettings()
     seeds: Seeds = (0,)
+    """Seeds of initial weights, augmentation and the order of images."""
     threads_per_run: int = Field(default=1, gt=0)
+    """Number of CPU threads of one run."""
     processes: int | None = Field(default=None, gt=0)
     """Largest number of runs at a time, regardless of the number of cores."""
     schemes: Annotated[dict[str, VisionScheme], OwnFolders] = Field(min_length=1)
+    """Schemes by name. Each scheme is trained with every seed."""
 
     @model_validator(mode="after")
     def _possible(self) -> ImageRecipe:
