@@ -17,7 +17,18 @@ from written_pages import ROOT, run_page
 
 
 @pytest.mark.parametrize(
-    "name", ["attention", "copy-mixture", "evaluate", "inspect", "layers", "pruning", "result-rows"]
+    "name",
+    [
+        "attention",
+        "copy-mixture",
+        "custom-masks",
+        "evaluate",
+        "inspect",
+        "key-biases",
+        "layers",
+        "pruning",
+        "result-rows",
+    ],
 )
 def test_blocks_run(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
@@ -26,7 +37,7 @@ def test_blocks_run(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_the_page_of_attend_has_every_argument() -> None:
-    (table,) = re.findall(r"## What it takes\n(.*?)\n## ", (ROOT / "docs/attention.md").read_text(), re.DOTALL)
+    (table,) = re.findall(r"## Arguments\n(.*?)\n## ", (ROOT / "docs/attention.md").read_text(), re.DOTALL)
     first_column = " ".join(line.split("|")[1] for line in table.splitlines() if line.startswith("|"))
     assert set(re.findall(r"`(\w+)`", first_column)) == set(inspect.signature(attend).parameters)
 

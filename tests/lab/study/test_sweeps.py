@@ -292,10 +292,11 @@ def test_folders_of_long_names_are_distinct_and_short_enough():
 
 
 def test_examples_in_the_documentation_make_what_it_says():
-    page = Path(__file__).parents[3] / "docs" / "compare.md"
-    if not page.exists():
+    docs = Path(__file__).parents[3] / "docs"
+    if not docs.exists():
         pytest.skip("not a checkout of the project")
-    text = page.read_text(encoding="utf-8")
+    pages = ("compare-recipes.md", "compare-extensions.md")
+    text = "".join((docs / page).read_text(encoding="utf-8") for page in pages)
     rows, plans, sweep, extension, ways = (yaml.safe_load(block.split("```")[0]) for block in text.split("```yaml")[1:])
     sizes = {"hidden_size": 128, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
     base = {"model": sizes, "training": {"context_length": 160, "steps": 9, "batch_size": 4, "learning_rate": 0.1}}

@@ -61,12 +61,13 @@ class MixtureSettings(TrainingSettings):
     passkey_digits: int | None = Field(default=None, ge=1, le=9)
     """Digits of a pass key, 5 by default."""
     passkey_wording: Literal["short", "long"] | None = None
-    """Wording of the texts, short by default. ``long`` matches the tasks ``passkey`` and ``passkey_8`` of
-    ``evaluate``."""
+    """Instruction and question of the texts, short by default. ``short`` matches the task ``passkey_corpus`` of
+    ``evaluate``, ``long`` the tasks ``passkey`` and ``passkey_8``."""
     passkey_minimum_length: int | None = Field(default=None, gt=0)
     """Length of the shortest passkey text, including its answer; by default the shortest possible."""
     passkey_decoys: int = Field(default=0, ge=0)
-    """Largest number of decoys, which are other numbers in the filler of a passkey text."""
+    """Largest number of decoys, which are other numbers of 1 to 8 digits in the filler of a passkey text. The number is
+    drawn uniformly from 0 up."""
     passkey_decoy_overlap: float | None = Field(default=None, gt=0, le=1)
     """Share of decoys that begin with digits of the pass key and then differ; none by default."""
     passkey_answer_weight: float = Field(default=1.0, gt=0)

@@ -78,7 +78,7 @@ class VisionSizes(Strict):
 
 
 class Augmentation(Strict):
-    """Augmentation of training images by kornia."""
+    """Augmentation of training images by kornia. Nothing is changed by default."""
 
     shift: Share = 0.0
     """Largest shift as a share of the side, in both directions."""
