@@ -10,23 +10,20 @@ from typing import Any, TypeVar
 Part = TypeVar("Part", bound="Described")
 
 FORMAT = 2
-"""Version of the format of configs and adapters. Format 1 had no per-layer settings and no version number."""
+"""Version of the format of configs and adapters, the only one that this version of the library reads."""
 
 
 def check_format(found: Any, place: str | Path) -> None:
     """Raise a ValueError unless this version of the library reads format ``found``.
 
     Args:
-        found: format number in a file; 1 for a config without a number.
+        found: format number in a file.
         place: file or object that holds the number, for the error message.
     """
-    is_number = isinstance(found, int) and not isinstance(found, bool)
-    if not is_number or not 1 <= found <= FORMAT:
-        newer = is_number and found > FORMAT
+    if found != FORMAT:
+        newer = isinstance(found, int) and found > FORMAT
         cure = "; a newer version wrote it: pip install --upgrade attention-priors" if newer else ""
-        raise ValueError(
-            f"{place} has format {found!r}; this version of attention-priors reads formats 1 to {FORMAT}{cure}"
-        )
+        raise ValueError(f"{place} has format {found!r}; this version of attention-priors reads format {FORMAT}{cure}")
 
 
 COMMON_NAMES = {

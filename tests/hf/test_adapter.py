@@ -16,6 +16,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from attention_priors import GeneralizedGaussian, Laplace, SSMax
+from attention_priors.config import FORMAT
 from attention_priors.hf import (
     attach,
     attached_priors,
@@ -284,7 +285,9 @@ def test_damaged_models(load: Any, inside: str, file: str, kept: float | None, c
 def test_a_damaged_description_in_a_config(tmp_path: Path) -> None:
     changed("llama", "described").save_pretrained(tmp_path)
     content = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps(content | {"attached_priors": {"prior": "laplace"}}))
+    (tmp_path / "config.json").write_text(
+        json.dumps(content | {"attached_priors": {"format": FORMAT, "prior": "laplace"}})
+    )
     with pytest.raises(ValueError, match=f"the config of {tmp_path}: the description of attached priors must hold"):
         load_attached(tmp_path)
 
@@ -328,7 +331,7 @@ def test_damaged_files(damage: str, tmp_path: Path) -> None:
             "half a description": whole[: len(whole) // 2],
             "a list": "[]",
             "null": "null",
-            "empty": '{"format": 1}',
+            "empty": json.dumps({"format": FORMAT}),
         }
         (tmp_path / DESCRIPTION).write_text(texts[damage])
     else:

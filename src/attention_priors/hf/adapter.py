@@ -26,11 +26,11 @@ from attention_priors.hf.attach import (
     CONFIG_KEY,
     Model,
     attach,
+    attached_parts,
     attached_priors,
     check_attached_can_be_loaded,
     detach,
     notes_on,
-    parts_of_layers,
 )
 from attention_priors.hf.files import damage_named, folder_or_repository, read_weights, write_weights
 from attention_priors.hf.interface import ATTRIBUTE
@@ -39,8 +39,6 @@ from attention_priors.models.card import CARD, TRAINING_KEY, name_on_hub, write_
 DESCRIPTION = "prior_adapter_config.json"
 WEIGHTS = "prior_adapter.safetensors"
 PEFT_DESCRIPTION = "adapter_config.json"
-SINCE_FORMAT_2 = ("layer_pattern", "layer_kinds")
-"""Arguments of :func:`attach` that descriptions of format 1 lack."""
 TOGETHER = "save both together: model.save_pretrained(OTHER) of the base model with the adapter in it"
 """Fix for an adapter whose base model is unknown or missing, for error messages."""
 FOR_FILES = ("revision", "token", "cache_dir", "local_files_only", "subfolder")
@@ -87,7 +85,7 @@ def save_adapter(model: nn.Module, folder: str | Path) -> None:
     write_card(
         folder,
         f"Positional priors for {name}",
-        parts_of_layers(config),
+        attached_parts(config),
         "from attention_priors.hf import load_adapter\n"
         f"from transformers import {name}\n\n"
         f'model = load_adapter({name}.from_pretrained("{base or "BASE_MODEL"}"), "THIS_ADAPTER")',
@@ -136,8 +134,8 @@ def load_adapter(model: Model, name_or_path: str | Path, **options: Any) -> Mode
             f"the adapter {name_or_path} is for a base model of type {made_for!r} "
             f"({description.get('base_model_class')}), not {model.config.model_type!r} ({type(model).__name__})"
         )
-    layers = description.get("base_model_layers")  # missing in early adapters
-    if layers not in (None, _layers(model)):
+    layers = description.get("base_model_layers")
+    if layers != _layers(model):
         raise ValueError(
             f"the adapter {name_or_path} is for a base model with {layers} layers; this {type(model).__name__} has "
             f"{_layers(model)}"
@@ -247,18 +245,16 @@ def arguments_of(description: Any, place: str | Path) -> dict[str, Any]:
     """Return the arguments of :func:`attach` from a description of attached priors.
 
     Args:
-        description: description in the format of this version or an older one.
+        description: description in the format of this version.
         place: file or object that holds the description, for the error message.
 
     Raises:
-        ValueError: the description has a newer format, or is not a description.
+        ValueError: the description has another format, or is not a description.
     """
-    known = {"prior", "logit_scale", "layers", "heads", "share_prior", "drop_positions", *SINCE_FORMAT_2}
+    known = {"prior", "logit_scale", "layers", "heads", "share_prior", "drop_positions", "layer_pattern", "layer_kinds"}
     if isinstance(description, dict):
-        found = description.get("format", 1)
-        check_format(found, place)
-        older: dict[str, Any] = dict.fromkeys(SINCE_FORMAT_2) if found == 1 else {}
-        arguments = older | {name: value for name, value in description.items() if name != "format"}
+        check_format(description.get("format"), place)
+        arguments = {name: value for name, value in description.items() if name != "format"}
         if set(arguments) == known:
             return arguments
     got = sorted(description) if isinstance(description, dict) else description

@@ -258,7 +258,7 @@ def _save_attached(
         write_card(
             folder,
             f"{type(model).__name__} with positional priors",
-            parts_of_layers(description),
+            attached_parts(description),
             'from attention_priors.hf import load_attached\n\nmodel = load_attached("THIS_MODEL")',
             base=name_on_hub(model.config.name_or_path),
             notes=notes_on(description),
@@ -266,7 +266,7 @@ def _save_attached(
         )
 
 
-def parts_of_layers(description: Mapping[str, Any]) -> dict[int, dict[str, Any]]:
+def attached_parts(description: Mapping[str, Any]) -> dict[int, dict[str, Any]]:
     """Return the description of each layer's parts, by the index of the layer and the name of the part.
 
     Args:

@@ -130,10 +130,11 @@ class PriorConfig(PreTrainedConfig):
     share_prior: bool = False
     logit_scale: dict[str, Any] | str | None = None
     attention_priors_format: int | None = None
-    """Format version of the file that the config was read from; after initialisation, the current version."""
+    """Format of the file that the config was read from, which must be :data:`~attention_priors.config.FORMAT`."""
 
     def __post_init__(self, **kwargs: Any) -> None:
-        check_format(1 if self.attention_priors_format is None else self.attention_priors_format, "the model's config")
+        if self.attention_priors_format is not None:
+            check_format(self.attention_priors_format, "the model's config")
         self.attention_priors_format = FORMAT
         check_booleans(share_prior=self.share_prior)
         super().__post_init__(**kwargs)
