@@ -67,7 +67,7 @@ def _by_length(
 
 def markdown_tables(results: Results) -> str:
     """Return all tables of a benchmark as Markdown, with the machine, the failures and a description of each way."""
-    lists = {"What was not measured": failures(results), "What is timed": timed(results)}
+    lists = {"Missing measurements": failures(results), "What is timed": timed(results)}
     parts = [f"**{title}**\n\n" + "".join(f"- {line}\n" for line in lines) for title, lines in lists.items() if lines]
     return "\n".join([f"{about(results)}\n", *(table.markdown() for table in tables(results)), *parts])
 
@@ -107,7 +107,7 @@ def timed(results: Results) -> list[str]:
         rows = [row for row in results["rows"] if row["way"] == way["name"]]
         errors = [row["error"] for row in rows if row["status"] == "measured"]
         if rows:
-            checked = f" (outputs within {quantity(max(errors))} of the float64 reference)" if errors else ""
+            checked = f" Outputs are within {quantity(max(errors))} of the float64 reference." if errors else ""
             lines.append(f"*{way['label']}* (`{way['name']}`): {way['times']}{checked}")
     return lines
 
