@@ -13,7 +13,7 @@ CLASSES: list[type[Prior]] = [getattr(families, name) for name in families.__all
 
 
 def arguments(prior: type[Prior]) -> str:
-    """The constructor's arguments with their defaults, and the first sentence on each from the docstring."""
+    """Return the constructor's arguments with their defaults, and the first sentence of the docstring on each."""
     (section,) = re.findall(r"^Args:\n((?:    .*\n?)*)", inspect.getdoc(prior) or "", re.MULTILINE)
     words = {
         name: " ".join(text.split()) for name, text in re.findall(r"^    (\w+): (.*(?:\n {5,}.*)*)", section, re.M)
@@ -27,9 +27,9 @@ def arguments(prior: type[Prior]) -> str:
 
 
 def row(prior: type[Prior]) -> str:
-    """One prior: its names, its formula, its source, its arguments and what it learns."""
+    """Return the table row of one prior: names, formula, source, arguments and learned parameters."""
     text = inspect.getdoc(prior) or ""
-    # The first line of a docstring: "Words: ``K(i, j) = ...``, in nats."
+    # A docstring starts with "Words: ``K(i, j) = ...``, in nats."
     (formula,) = re.findall(r"\A.*?: (``K\(i, j\).*)\.$", text, re.MULTILINE)
     (source,) = re.findall(r"^Source: ((?:.+\n)+)", text, re.MULTILINE)
     cells = (
@@ -44,13 +44,13 @@ def row(prior: type[Prior]) -> str:
 
 
 def table(over_grid: bool) -> str:
-    """The priors over a line, or those on grids."""
+    """Return the table of the priors over a line, or of the priors on grids."""
     head = "| class, name | log-prior in nats | source | arguments beside `num_heads` | learns |\n|---|---|---|---|---|"
     return "\n".join([head, *(row(prior) for prior in CLASSES if bool(prior.over_grid) is over_grid)])
 
 
 def page(text: str) -> str:
-    """The page, with its tables as the classes have them."""
+    """Return the page with new tables, made from the classes."""
     for name, over_grid in (("line", False), ("grids", True)):
         opening, closing = f"<!-- table: {name} -->\n", "\n<!-- end of table -->"
         before, rest = text.split(opening)

@@ -48,7 +48,7 @@ def test_the_tables_of_priors_are_those_of_the_classes():
 
 
 def test_every_start_of_the_generalized_gaussian_is_there():
-    table = TEXT.split("| `init` | heads begin |", 1)[1].split("\n\n", 1)[0]
+    table = TEXT.split("| `init` | initial heads |", 1)[1].split("\n\n", 1)[0]
     assert set(re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE)) == set(GeneralizedGaussian.inits)
 
 

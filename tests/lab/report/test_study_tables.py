@@ -334,7 +334,7 @@ def test_masses_are_of_the_head_that_gives_most():
     assert found[5].interval == "[0, 100]"  # cut
     assert "logit scale" not in shown.caption
     rows.of("prior_mass")[0]["scaled"] = True
-    assert "multiplied by the logit scale as in attention: on the first key" in table(rows, "prior_mass").caption
+    assert "multiplied by the logit scale as in attention" in table(rows, "prior_mass").caption
 
 
 HALVES: dict[str, list[list[int]]] = {
