@@ -2,12 +2,14 @@
 
 ``results.jsonl.gz`` holds one JSON object per line. Its ``row`` is the kind of row. Missing numbers are null.
 
-- ``study`` (first line): ``format``, ``recipe`` and its ``recipe_sha256``, ``versions``, ``machine``, ``seeds``,
+- ``study`` (first line): ``format``, ``recipe``, ``recipe_sha256``, ``versions``, ``machine``, ``seeds``,
   ``created``, ``wall_seconds``, and ``corpus`` or ``images``.
 - ``scheme`` (in display order): ``scheme``, ``description``, ``context_length`` of the last training in tokens,
-  ``parameters``, ``prior_parameters``; ``axes`` where a sweep compares schemes, ``extended_from`` where a context was
-  extended.
-- All other rows name ``scheme``, ``seed`` and the fields of :data:`FIELDS`:
+  ``parameters``, ``prior_parameters``. A sweep that compares schemes adds ``axes``. An extended context adds
+  ``extended_from``.
+- All other rows name ``scheme``, ``seed`` and the fields of :data:`FIELDS`.
+
+Kinds of rows:
 
 ==================  ==================================================================================================
 ``run``             training run: seconds, steps, losses; reason why its preset pass keys stopped before the longest

@@ -34,13 +34,13 @@ def write_card(
     """Write the card of a model into its folder. A card that a person wrote or edited stays.
 
     Args:
-        folder: folder of the model or adapter.
-        title: heading of the card.
-        layers: descriptions of each layer's parts, by the index of the layer and the name of the part.
+        folder: Folder of the model or adapter.
+        title: Heading of the card.
+        layers: Descriptions of each layer's parts. Keys are the index of the layer and the name of the part.
         load: Python code that loads the model.
-        base: name of the base model on the Hugging Face Hub.
-        notes: sentences about the priors.
-        training: settings of the recipe that trained the model.
+        base: Name of the base model on the Hugging Face Hub. None omits it.
+        notes: Sentences about the priors.
+        training: Settings of the recipe that trained the model. None omits them.
     """
     path = folder / CARD
     if path.exists() and not _is_unedited(path.read_bytes()):

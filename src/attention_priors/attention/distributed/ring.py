@@ -109,18 +109,18 @@ def attend_across(
     deterministic. Dense masks, dropout and Shaw's vectors are not supported; use :func:`attend`.
 
     Args:
-        query: Queries of this process's tokens, shape ``(B, H, L_r, D)``, in the order of ``sequence``.
+        query: Queries of this process's tokens, shape ``(B, H, L_r, D)``. Tokens are in the order of ``sequence``.
         key: Keys, shape ``(B, Hkv, L_r, D)``.
         value: Values, shape ``(B, Hkv, L_r, Dv)``.
-        prior: Log-prior over positions; None for the uniform prior.
+        prior: Log-prior over positions. None is the uniform prior.
         sequence: Places of all tokens, with their documents and padding.
         causal: Whether a query sees only keys at positions up to its own.
-        logit_scale: :class:`SSMax`, which counts the visible keys of the whole sequence, or None.
-        softmax_scale: Scale of the content; ``1/sqrt(D)`` by default.
+        logit_scale: :class:`SSMax` or None. Visible keys are counted over the whole sequence.
+        softmax_scale: Scale of the content. The default is ``1/sqrt(D)``.
         return_lse: Whether to also return the log-sum-exp of each query's logits over all keys. It is differentiable.
-        tolerance: Share of its weight that a query may lose over all shards; see :func:`attend`.
-        key_bias: Bias of this process's keys, shape ``(B, H or Hkv, L_r)``; see :func:`attend`.
-        null_logit: Logit of a null key; see :func:`attend`. Its gradient is that of this process's queries.
+        tolerance: Share of its weight that a query may lose over all shards. See :func:`attend`.
+        key_bias: Bias of this process's keys, shape ``(B, H or Hkv, L_r)``. See :func:`attend`.
+        null_logit: Logit of a null key. See :func:`attend`. Its gradient is that of this process's queries.
         backend: Backend of :func:`attend`.
 
     Returns:
@@ -266,7 +266,7 @@ class _Transfer:
     Args:
         sequence: Sequence whose processes take part.
         moves: For each shard, ``dist.isend`` or ``dist.irecv``, the shard, and the rank of the other process.
-        tag: Tag of the first tensor of each shard; the other tensors have the following tags.
+        tag: Tag of the first tensor of each shard. The other tensors have the following tags.
     """
 
     def __init__(
@@ -319,9 +319,9 @@ class _Ring:
 
         Args:
             shard: Keys and values, or their gradients.
-            own: Shard of this process, which has the shapes (except for the length) and dtypes of received shards.
-            step: Number of steps that the shard has travelled.
-            come_home: Whether the last reader of the keys sends the shard back to the owner, as for gradients.
+            own: Shard of this process. Received shards have its dtypes and, except for the length, its shapes.
+            step: Steps that the shard has travelled.
+            come_home: Whether the last reader of the keys sends the shard back to its owner. True for gradients.
 
         Returns:
             The transfer, the shard of the next step, and the shard of this process's own keys if it returns now.
@@ -489,8 +489,8 @@ class _Ring:
             piece: Queries and keys of the piece.
             kept: Blocks that the forward pass kept.
             results_and_grads: ``results`` and ``grads`` of :meth:`backward`, concatenated.
-            into: Gradients of ``given``, which are updated in place.
-            parameter_grads: Gradients of the trained parameters, which are updated in place.
+            into: Gradients of ``given``. They are updated in place.
+            parameter_grads: Gradients of the trained parameters. They are updated in place.
         """
         places = (piece.rows, *(piece.keys for _ in given[1:]))
         with torch.enable_grad():

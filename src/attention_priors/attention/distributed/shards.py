@@ -104,11 +104,11 @@ class ShardedSequence:
     Args:
         index: Place of each token of this process in the whole sequence, integers of shape ``(L_r,)``. Over all
             processes, each place from 0 on occurs once. Each run of consecutive places is a separate call of
-            attention; layouts of :func:`shard_index` have one or two runs.
-        group: Process group; None for all processes.
+            attention. Layouts of :func:`shard_index` have one or two runs.
+        group: Process group. None is the group of all processes.
         document_ids: Document of each token, integers of shape ``(B, L_r)``. Packed documents do not see each other.
-            Contiguous documents add no cost; tokens of interleaved documents are gathered document by document.
-        key_padding_mask: Boolean, shape ``(B, L_r)``; True is ignored.
+            Contiguous documents add no cost. Tokens of interleaved documents are gathered document by document.
+        key_padding_mask: Boolean, shape ``(B, L_r)``. True marks padding, which no query sees.
         positions: Integers of shape ``(L_r,)`` or ``(B, L_r)``, for encodings and for priors that depend on more than
             distances. The default is the place in the sequence, or in the document. Positions must rise by one from
             token to token of a document.

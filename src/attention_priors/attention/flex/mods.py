@@ -70,14 +70,14 @@ def flex_score_mod(
         prior: Prior; None is allowed with a ``logit_scale``.
         num_queries: Number of queries ``Lq``.
         num_keys: Number of keys ``Lk``.
-        causal: Whether the mask hides keys after the query. The logit scale, which counts visible keys, and some
-            priors depend on it.
-        logit_scale: :class:`SSMax`, or None.
+        causal: Whether the mask hides keys after the query. Some priors and the logit scale, which counts visible
+            keys, depend on this argument.
+        logit_scale: :class:`SSMax`. None applies no scale.
         visible_keys: Number of visible keys of each query, integers of shape ``(Lq,)``, ``(B, Lq)`` or
             ``(B, H or 1, Lq)``. Pass this for a ``logit_scale`` with a custom mask. By default, the keys are counted
             from ``causal``, documents, padding and positions.
         query_positions: Integers of shape ``(Lq,)`` or ``(B, Lq)``. This and the following arguments are as in
-            :func:`attend`; a batch dimension fixes ``B``.
+            :func:`attend`. A batch dimension fixes ``B``.
         key_positions: Integers of shape ``(Lk,)`` or ``(B, Lk)``.
         document_ids: Integers of shape ``(B, Lk)``. Positions restart at 0 in each document.
         key_padding_mask: Boolean, shape ``(B, Lk)``; True is ignored.
@@ -131,16 +131,16 @@ def flex_mask_mod(
     ``torch.nn.attention.flex_attention``.
 
     Args:
-        prior: Prior, or None.
+        prior: Prior. None hides no keys.
         num_queries: Number of queries ``Lq``.
         num_keys: Number of keys ``Lk``.
-        causal: Whether a query sees only keys at positions up to its own.
+        causal: Whether keys after the query are hidden.
         query_positions: Integers of shape ``(Lq,)`` or ``(B, Lq)``. This and the following arguments are as in
-            :func:`attend`; a batch dimension fixes ``B``.
+            :func:`attend`. A batch dimension fixes ``B``.
         key_positions: Integers of shape ``(Lk,)`` or ``(B, Lk)``.
         document_ids: Integers of shape ``(B, Lk)``.
-        key_padding_mask: Boolean, shape ``(B, Lk)``; True is ignored.
-        device: Device of the queries; that of the prior's parameters by default.
+        key_padding_mask: Boolean, shape ``(B, Lk)``. True marks padding, which no query sees.
+        device: Device of the queries. The default is the device of the prior's parameters.
 
     Returns:
         ``mask_mod(b, h, q_idx, kv_idx)``.
@@ -294,10 +294,10 @@ class Scores:
         Args:
             prior: Prior, or None.
             geometry: Positions and masks.
-            row_scale: Factor of each query's scores, shape ``(1 or B, H, Lq)``, or None.
+            row_scale: Factor of each query's scores, shape ``(1 or B, H, Lq)``. None applies no factor.
             scales_prior: Whether ``row_scale`` also multiplies the log-prior.
-            key_bias: Bias of each key, shape ``(B, H, Lk)``, or None.
-            slots: Padded numbers of queries and keys of FlexAttention; no padding by default. Results of padding
+            key_bias: Bias of each key, shape ``(B, H, Lk)``. None adds no bias.
+            slots: Padded numbers of queries and keys of FlexAttention. None adds no padding. Results of padding
                 queries have no meaning.
         """
         num_queries, num_keys = slots or (geometry.num_queries, geometry.num_keys)

@@ -102,7 +102,7 @@ class KeyBounds:
             out = attend(query, key, value, prior, tolerance=1e-6, key_bounds=bounds)
 
     Args:
-        key: Cached keys, ``(B, Hkv, L, D)``.
+        key: Cached keys, shape ``(B, Hkv, L, D)``.
     """
 
     def __init__(self, key: Tensor) -> None:

@@ -43,10 +43,10 @@ def unneeded_keys(
     for every such query.
 
     Args:
-        key: Cached keys, ``(B, Hkv, L, D)``, at positions ``0`` to ``L - 1``.
+        key: Cached keys, shape ``(B, Hkv, L, D)``. Their positions are ``0`` to ``L - 1``.
         prior: Stationary prior.
         tolerance: Share of its weight that a query may lose, in (0, 1).
-        query_norm: Largest norm ``‖q‖`` of future queries: a number, or one per head, ``(H,)``.
+        query_norm: Largest norm ``‖q‖`` of future queries. Pass a number or a tensor ``(H,)``.
         final_length: Largest length that the sequence may reach, in tokens.
         logit_scale: Logit scale, as in :func:`attend`.
         softmax_scale: Scale of the content, as in :func:`attend`.

@@ -134,7 +134,7 @@ def repetitions(
         ways: Names of the ways.
         first: Number of the first repetition.
         count: Number after the last repetition.
-        seed: Seed of the orders, together with the number of the repetition.
+        seed: Seed of the orders. Each repetition has an order of its own.
 
     Yields:
         Seconds of each way, in the order of the repetition.

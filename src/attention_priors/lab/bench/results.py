@@ -28,12 +28,13 @@ def collect(output: Path) -> dict[str, Any]:
 
     ``rows`` has one entry per pass, length and way, with these fields:
 
-    - ``status``: ``measured``, ``cannot run`` or ``not run``; ``reason`` of the latter two;
-    - ``seconds`` of every repetition, and ``ratios`` to the ``baseline`` within each repetition;
-    - ``median_seconds`` and ``median_ratio``: ``[median, lower quartile, upper quartile]``;
-    - ``calls`` per measurement;
-    - ``error``: largest difference from the float64 reference, relative to the largest output;
-    - ``peak_bytes``;
+    - ``status``: ``measured``, ``cannot run`` or ``not run``. The latter two have a ``reason``.
+    - ``seconds``: time of every repetition.
+    - ``ratios``: time relative to the ``baseline``, within each repetition.
+    - ``median_seconds`` and ``median_ratio``: ``[median, lower quartile, upper quartile]``.
+    - ``calls``: calls per measurement.
+    - ``error``: largest difference from the float64 reference, relative to the largest output.
+    - ``peak_bytes``: peak memory above the inputs.
     - ``beside_neighbours``: seconds and ratios beside busy processes, if the recipe asks for neighbours.
 
     ``comparisons`` has the time ratio of each other package to this library's way that computes an equal function.

@@ -39,9 +39,9 @@ Record = dict[str, Any]
 
 A sitting is a set of ways that are measured in turn; ratios are taken within a sitting. Its fields are:
 
-- ``ways``: calls per measurement and error of each way;
-- ``for``: ways without earlier measurements;
-- ``rounds``: seconds of each way, one entry per repetition;
+- ``ways``: calls per measurement and error of each way.
+- ``for``: ways without earlier measurements.
+- ``rounds``: seconds of each way, one entry per repetition.
 - ``beside_neighbours``: seconds of each way beside busy processes, if the recipe asks for neighbours.
 """
 

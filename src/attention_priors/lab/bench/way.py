@@ -126,10 +126,10 @@ def prepared(
         inputs: Tensors of the reference.
         run: Function that runs the forward pass.
         prior: Prior of the reference.
-        leaves: Tensors that get gradients. The default is the inputs and the trainable parameters of ``prior`` and
+        leaves: Tensors that get gradients. By default, the inputs and trainable parameters of ``prior`` and
             ``logit_scale``.
         flat: Whether ``run`` returns ``(B, Lq, H D)`` instead of ``(B, H, Lq, D)``.
-        positions: Positions of queries and keys; counted from 0 by default.
+        positions: Positions of queries and keys. By default, they are counted from 0.
         logit_scale: Logit scale of the reference.
         options: Other options of :func:`attend` for the reference.
     """

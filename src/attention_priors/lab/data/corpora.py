@@ -120,15 +120,15 @@ def load_corpus(source: str | Path, *, max_characters: int | None = None) -> Cor
     Args:
         source: One of
 
-            - the string ``"embedded"``: the sources of Python's standard library and the reference prose in
+            - The string ``"embedded"``: the sources of Python's standard library and the reference prose in
               ``pydoc_data.topics``. No network is needed. The text differs between Python versions, so record
               ``Corpus.fingerprint`` with every result.
-            - a folder: every text file below it, except hidden files. Files that are binary (a NUL byte, or not
-              UTF-8), blank, or exact copies of an earlier file are listed in ``Corpus.skipped``.
-            - ``"package:NAME"``: the folder of an installed Python package, such as ``package:scipy``, or a file or
-              folder in it, ``package:NAME/PATH``. No network is needed. Record the version of the package.
-            - a text file in UTF-8: its paragraphs, grouped into documents of at least 2000 characters.
-            - a FASTA file (:class:`~attention_priors.lab.data.FastaFile`), recognised by its file name: its contigs.
+            - A folder: every text file below it, except hidden files. ``Corpus.skipped`` lists binary files (a NUL
+              byte, or not UTF-8), blank files, and exact copies of an earlier file.
+            - ``"package:NAME"``: the folder of an installed Python package, such as ``package:scipy``. Name a file or
+              folder of the package by ``package:NAME/PATH``. No network is needed. Record the version of the package.
+            - A text file in UTF-8: its paragraphs, grouped into documents of at least 2000 characters.
+            - A FASTA file (:class:`~attention_priors.lab.data.FastaFile`), recognised by its file name: its contigs.
         max_characters: Size of the training part in characters; ``None`` keeps all documents. Documents are kept in
             the order of a hash of their names, so that the kept part is a fair sample. The last kept document is cut
             to make the size exact. The held-out part does not depend on this argument.

@@ -55,10 +55,10 @@ class TrainingMixture(Dataset[dict[str, Tensor]]):
 
     Each row has these fields of shape ``(context_length,)``:
 
-    - ``input_ids`` (int64);
+    - ``input_ids`` (int64).
     - ``labels`` (int64): the input ids, unshifted, because the model shifts them. The first token of each document has
-      -100, so that no document is predicted from the document before;
-    - ``document_ids`` (int64): 0, 1, 2, ... for the documents of the row, each a contiguous run;
+      -100, so that no document is predicted from the document before.
+    - ``document_ids`` (int64): 0, 1, 2, ... for the documents of the row. Each document is a contiguous run.
     - ``loss_weights`` (float32): 0 where the label is -100, the share's ``answer_weight`` for answer tokens of a
       retrieval text, 1 elsewhere.
 
@@ -66,7 +66,7 @@ class TrainingMixture(Dataset[dict[str, Tensor]]):
         stream: Training documents with at least ``context_length`` tokens in total.
         context_length: Number of tokens per row, at least 2.
         num_rows: Number of rows, at least 1.
-        seed: Seed of the rows; any integer.
+        seed: Seed of the rows. Any integer is valid.
         retrieval: Retrieval texts at the start of rows, such as pass keys and needles. Their ratios sum to at most 1.
             The remaining rows are documents alone.
 
@@ -219,8 +219,8 @@ class RetrievalShare:
     Attributes:
         texts: Generator of the texts.
         ratio: Probability that a row begins with a text, above 0 and at most 1.
-        minimum_length: Smallest drawn length in tokens, including the answer; ``None`` for the length of the shortest
-            text.
+        minimum_length: Smallest drawn length in tokens, including the answer. ``None`` stands for the length of the
+            shortest text.
         answer_weight: Loss weight of an answer token, above 0.
 
     Raises:

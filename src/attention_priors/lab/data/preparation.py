@@ -43,10 +43,11 @@ class Preparation:
 
     Args:
         documents: Source of the texts.
-        tokenizer: Vocabulary size of a byte-level BPE that is trained on the documents, or the path or Hugging Face
-            name of a tokenizer.
-        held_out_tokens: Number of tokens of the first documents that are held out, if the source has no held-out part.
-        max_tokens: Largest number of training tokens, to which the last document is cut; None for all.
+        tokenizer: Path or Hugging Face name of a tokenizer. A number is the vocabulary size of a byte-level BPE,
+            which is trained on the documents.
+        held_out_tokens: Number of held-out tokens, if the source has no held-out part. They come from its first
+            documents.
+        max_tokens: Largest number of training tokens. The last document is cut to it. None keeps all tokens.
         shard_tokens: Size of a shard in tokens. The shard ends with the document that reaches this size.
     """
 
@@ -90,7 +91,7 @@ def prepare(
         preparation: Documents, tokenizer and sizes.
         folder: Folder for the tokens.
         repair: Whether to check every existing file against its checksum, and replace damaged files.
-        on_tokens: Callback for progress, called with the name of a part and its number of tokens.
+        on_tokens: Callback for progress. Its arguments are the name of a part and its number of tokens.
         on_message: Callback for messages to the user.
 
     Raises:

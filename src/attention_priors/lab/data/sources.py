@@ -154,7 +154,7 @@ Documents: TypeAlias = Corpus | FastaSettings | HubDataset
 """Source of texts in a fixed order, whose reading can be resumed.
 
 - ``identity()`` returns all inputs that determine the texts, in plain JSON; None stands for an unknown input.
-- ``left_out`` is a message about unused files or records, or None.
+- ``left_out`` is None, or a message about unused files or records.
 - ``read(part, state)`` yields the texts of ``held_out`` or ``train``, each with the state after it in plain JSON.
   Reading starts after ``state`` if it is given.
 - ``has_held_out_part`` is whether the held-out part is separate. Otherwise, the beginning of ``train`` is held out.

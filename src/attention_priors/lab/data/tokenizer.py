@@ -89,11 +89,11 @@ def load_tokenizer(spec: int | str | Path, corpus: Corpus, cache_dir: str | Path
     """Train a tokenizer on a corpus or reuse it from the cache, or load a pretrained tokenizer.
 
     Args:
-        spec: Vocabulary size (``2048`` or ``"2048"``) of a tokenizer trained on ``corpus.train``; ``nucleotides`` for
-            :func:`nucleotide_tokenizer`; otherwise a folder or a name on the Hugging Face Hub.
-        corpus: Training text, used if ``spec`` is a vocabulary size.
-        cache_dir: Folder of trained tokenizers, one for each vocabulary size and corpus; made if missing. Several
-            processes may share it.
+        spec: Vocabulary size (``2048`` or ``"2048"``) of a tokenizer trained on ``corpus.train``. ``nucleotides`` is
+            :func:`nucleotide_tokenizer`. Any other string is a folder or a name on the Hugging Face Hub.
+        corpus: Training text if ``spec`` is a vocabulary size.
+        cache_dir: Folder of trained tokenizers, one for each vocabulary size and corpus. It is created if missing.
+            Several processes may share it.
 
     Raises:
         OSError: ``spec`` is neither a folder with a tokenizer nor a name that can be loaded.

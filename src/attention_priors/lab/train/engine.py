@@ -123,14 +123,14 @@ def train(
     """Train a model in place, from the last complete checkpoint in ``folder`` if there is one.
 
     Args:
-        model: Causal language model that takes ``document_ids``, or ``position_ids`` of packed rows; with another
+        model: Causal language model that takes ``document_ids``, or ``position_ids`` of packed rows. With another
             ``trainer_class``, a model that the class can train.
         rows: Dataset of at least ``settings.total_rows`` rows.
-        settings: :class:`TrainingSettings`; with another ``trainer_class``, other optimiser settings.
+        settings: :class:`TrainingSettings`. Another ``trainer_class`` may take other optimiser settings.
         folder: Folder of the checkpoints.
-        seed: Seed of the order of rows and of dropout.
-        running: Settings of processes, checkpoints and logging.
-        shuffle: Whether to shuffle the rows with the seed; otherwise they are read in order.
+        seed: Seed of the row order and of dropout.
+        running: Processes, checkpoints and logging.
+        shuffle: Whether to shuffle the rows with the seed. Otherwise, they are read in order.
         validation: Rows whose loss is measured during training.
         run_name: Name on the model card, and in TensorBoard and Weights & Biases. Without a name, the card says nothing
             about the training.

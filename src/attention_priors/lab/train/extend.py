@@ -50,12 +50,12 @@ def extend(
 
     Args:
         model: Folder of a causal language model, or of a training run.
-        output: Folder of the results (see :func:`run_recipe`) and of ``extension.json``.
-        length: New length in tokens (``1024``), or a multiple of the training length (``2x``).
+        output: Folder of the results. It gets the files of :func:`run_recipe` and ``extension.json``.
+        length: New length in tokens (``1024``) or as a multiple of the training length (``2x``).
         steps: Number of optimiser steps.
-        data: Folder of prepared tokens; the model's training tokens by default.
-        learning_rate: Constant learning rate; the final rate of the model's training by default.
-        tokens_per_step: Tokens per optimiser step; the value of the model's training by default.
+        data: Folder of prepared tokens. The default is the model's training tokens.
+        learning_rate: Constant learning rate. The default is the final rate of the model's training.
+        tokens_per_step: Tokens per optimiser step. The default is the value of the model's training.
         test_tokens: Number of held-out tokens on which the losses are measured.
         observer: Progress callbacks.
 

@@ -35,11 +35,11 @@ def run_recipe(recipe: TrainRecipe, output: Path, observer: Observer | None = No
 
     ``output`` then holds these files and folders:
 
-    - ``recipe.json``;
-    - ``machine.json``: versions and machine of each distinct session;
-    - ``data/``: tokens, unless the recipe names prepared tokens;
-    - ``checkpoints/``;
-    - ``model/``: weights, config and tokenizer;
+    - ``recipe.json``.
+    - ``machine.json``: versions and machine of each distinct session.
+    - ``data/``: tokens, unless the recipe names prepared tokens.
+    - ``checkpoints/``.
+    - ``model/``: weights, config and tokenizer.
     - ``training.json``: losses, numbers of parameters, time.
 
     Args:

@@ -57,9 +57,9 @@ def weighted_loss(logits: Tensor, labels: Tensor, weights: Tensor, total: Tensor
 
     Args:
         logits: Logits, shape ``(B, L, vocabulary)``.
-        labels: Token ids, shape ``(B, L)``, unshifted; ``-100`` is ignored.
+        labels: Token ids, shape ``(B, L)``, unshifted. The label ``-100`` is ignored.
         weights: Loss weight of each label, shape ``(B, L)``.
-        total: Divisor of the weighted sum; the sum of the weights by default.
+        total: Divisor of the weighted sum. The default is the sum of the weights.
     """
     sums, own = loss_sums(logits, labels, weights)
     return sums.sum() / (own.sum().clamp(min=1e-9) if total is None else total)
