@@ -1,11 +1,13 @@
-# make demo: train five schemes short and test them long.   make test: every check.
-# make pages: draw the tables and figures of docs/results anew, from the rows that are there, and the tables of
-# docs/priors.md, from the classes of priors.
-# make results: train everything that docs/results shows anew, in runs/results. Takes days on two cores; interrupt it
-# when you like. docs/results/README.md says how new rows get there.
-# make benchmarks: measure what docs/benchmarks shows anew, in runs/benchmarks, on a machine with nothing else to do.
-# make docs: build the site in runs/site, with its tutorials executed; strict.
-# Every target sets up what it needs in .venv first; the second time that is there already.
+# make demo: train five schemes on short texts and test them on long texts.
+# make test: run every check and every test.
+# make check: run the quick checks, for use while you work.
+# make pages: rewrite the tables and figures of docs/results from the committed rows, and the tables of docs/priors.md
+#   from the classes of priors.
+# make results: repeat every training of docs/results, in runs/results. This takes days on two cores. Interrupt it at any
+#   time; the same command resumes it. docs/results/README.md explains how to publish new rows.
+# make benchmarks: repeat the measurements of docs/benchmarks, in runs/benchmarks. Use an idle machine.
+# make docs: build the site in runs/site and execute its tutorials. Warnings are errors.
+# Every target first installs its packages in .venv, once.
 
 PYTHON ?= python3
 VENV := .venv
@@ -21,7 +23,7 @@ PAGES := $(wildcard docs/results/*/README.md)
 .PHONY: demo test check lint tests core test-deep pages docs results benchmarks format
 .DELETE_ON_ERROR:
 
-# pip must know dependency groups (25.1); older ones come with many Pythons.
+# Dependency groups need pip 25.1. Many Pythons come with an older pip.
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade "pip>=25.1"
@@ -45,7 +47,7 @@ $(VENV)/docs: $(VENV)/lab
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --group docs
 	touch $@
 
-# Pages depend on the code: every build reads all of them anew.
+# Pages depend on the code, so every build reads all pages again.
 docs: $(VENV)/docs
 	$(BIN)/sphinx-build --quiet --fail-on-warning --keep-going --fresh-env --doctree-dir runs/site-doctrees docs runs/site
 
@@ -57,7 +59,7 @@ results: $(VENV)/genomes
 	@failed=; for recipe in $(RECIPES); do \
 		$(BIN)/attention-priors compare $$recipe --output $(RESULTS)/$$(basename $$recipe .yaml) \
 			|| { status=$$?; [ $$status -ne 130 ] || exit 130; failed="$$failed $$recipe"; }; \
-	done; [ -z "$$failed" ] || { echo "not made:$$failed"; exit 1; }
+	done; [ -z "$$failed" ] || { echo "failed:$$failed"; exit 1; }
 
 $(VENV)/peers: $(VENV)/lab
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --group peers
@@ -71,15 +73,15 @@ benchmarks: $(VENV)/peers
 
 tests core test-deep docs: export OMP_NUM_THREADS := 1
 
-# Types take one core's time while tests take the other's.
+# The type check runs beside the tests, each on its own core.
 test: $(VENV)/dev
 	$(MAKE) --no-print-directory --jobs=2 lint tests
 
-# For while one works: lint, contracts, types of the source and of the core's tests, and those tests but the slow ones.
+# Quick checks: lint, contracts, types of the source and of the core's tests, and the core's tests without the slow tests.
 check: $(VENV)/dev
 	$(MAKE) --no-print-directory --jobs=2 lint core TYPED="src $(CORE)"
 
-# TYPED: what types are read of; all, if it is not given.
+# TYPED: folders for the type check. By default, it reads all folders.
 lint: $(VENV)/dev
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
@@ -89,11 +91,11 @@ lint: $(VENV)/dev
 tests: $(VENV)/dev
 	$(PYTEST)
 
-# Types are what takes longest: tests leave them their core.
+# The type check takes longest, so the tests run at low priority.
 core: $(VENV)/dev
 	nice $(PYTEST) -m "not slow" $(CORE)
 
-# Ten times the drawn examples, and every combination: hours.
+# Ten times the random examples, and every combination. This takes hours.
 test-deep: $(VENV)/dev
 	TEST_DEPTH=deep $(PYTEST)
 

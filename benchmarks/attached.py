@@ -1,9 +1,9 @@
-"""What a prior attached to a Llama costs: a training step, and a token of `generate`, beside the unmodified model.
+"""Time of a Llama with attached priors, beside the unmodified model: a training step, and a token of `generate`.
 
     python benchmarks/attached.py --output attached.json
 
-Two layers of width 512, 8 heads, 2048 tokens; every repetition runs every model once, in an order drawn anew. Shown
-are medians, and medians of the ratios within a repetition.
+Models have two layers of width 512 with 8 heads, and read 2048 tokens. Every repetition runs every model once, in a new
+random order. The script prints medians, and medians of the ratios within a repetition.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ ATTACHED: dict[str, dict[str, Any]] = {
 
 
 def make(options: dict[str, Any]) -> Any:
-    """A Llama with random weights."""
+    """Return a Llama with random weights and the attached options."""
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=VOCABULARY,
@@ -49,14 +49,14 @@ def make(options: dict[str, Any]) -> Any:
 
 
 def main() -> None:
-    """Measure, print and write."""
-    parser = argparse.ArgumentParser(description="What a prior attached to a Llama costs.")
+    """Measure all models, print the results and write them."""
+    parser = argparse.ArgumentParser(description="Time of a Llama with attached priors.")
     parser.add_argument("--length", type=int, default=2048)
-    parser.add_argument("--prompt", type=int, default=256, help="tokens before those that are generated")
-    parser.add_argument("--tokens", type=int, default=64, help="to generate")
+    parser.add_argument("--prompt", type=int, default=256, help="number of tokens in the prompt")
+    parser.add_argument("--tokens", type=int, default=64, help="number of generated tokens")
     parser.add_argument("--repetitions", type=int, default=7)
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--output", type=Path, help="JSON; nothing is written without it")
+    parser.add_argument("--output", type=Path, help="JSON file for the results; without it, they are only printed")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     models = {name: make(attached) for name, attached in ATTACHED.items()}
@@ -77,7 +77,7 @@ def main() -> None:
             for name in random.sample(list(models), len(models)):
                 start = time.perf_counter()
                 run(models[name])
-                if repetition:  # the first one is for warming up
+                if repetition:  # the first repetition is a warm-up
                     seconds[what][name].append(time.perf_counter() - start)
     results: list[dict[str, Any]] = []
     for what, of_models in seconds.items():

@@ -1,9 +1,9 @@
-"""What attention over a sequence that is spread over processes costs, beside attention over the whole on one.
+"""Cost of attention over a sequence that is distributed over processes, beside attention in one process.
 
     OMP_NUM_THREADS=1 torchrun --standalone --nproc-per-node 2 benchmarks/context_parallel.py --length 8192
 
-Each process reports its processor time (threads that only wait do not count, nor do other programs), its peak memory
-beyond what it had, and the bytes it sent. On CPUs, by gloo.
+Each process runs on the CPU and communicates by gloo. It reports its processor time, its peak memory above the memory
+before, and the bytes that it sent. Processor time excludes waiting threads and other programs.
 """
 
 from __future__ import annotations
@@ -31,25 +31,25 @@ PRIORS = {
 
 
 def peak_memory() -> float:
-    """MiB that this process has had at most."""
+    """Return the peak memory of this process in MiB."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
 
 class Bytes:
-    """Counts what is sent."""
+    """Replacement of ``batch_isend_irecv`` that counts the sent bytes."""
 
     def __init__(self) -> None:
         self.sent = 0
         self._transfer = dist.batch_isend_irecv
 
     def __call__(self, operations: list[dist.P2POp]) -> Any:
-        """In place of ``batch_isend_irecv``."""
+        """Count the sent bytes, then start the transfers."""
         self.sent += sum(o.tensor.numel() * o.tensor.element_size() for o in operations if o.op is dist.isend)
         return self._transfer(operations)
 
 
 def main() -> None:
-    """Measure, and print a line per process."""
+    """Measure, and print one line per process."""
     arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     arguments.add_argument("--length", type=int, default=8192)
     arguments.add_argument("--prior", choices=PRIORS, default="ggd")
@@ -63,7 +63,7 @@ def main() -> None:
     prior, scale = PRIORS[chosen.prior]()
 
     def run(length: int) -> tuple[float, float, float]:
-        """Processor time of the forward pass, of both, and the time both took."""
+        """Return the processor time of the forward pass and of both passes, and the wall time of both."""
         if chosen.layout == "whole":
             sequence, here = None, length
         else:
@@ -80,7 +80,7 @@ def main() -> None:
         out.sum().backward()
         return middle - start, time.process_time() - start, time.perf_counter() - wall
 
-    run(8 * size)  # code is loaded when it is first used
+    run(8 * size)  # warm-up: first use loads code
     before, count = peak_memory(), Bytes()
     with mock.patch.object(dist, "batch_isend_irecv", count):
         times = [run(chosen.length) for _ in range(chosen.repetitions)]

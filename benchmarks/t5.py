@@ -46,15 +46,15 @@ def peak_bytes(run: Callable[[], None]) -> int:
         run()
     recorded: Any = profiler.profiler
     events = [event for event in recorded.kineto_results.events() if event.name() == "[memory]"]
-    sizes = [event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())]  # freed ones are negative
+    sizes = [event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())]  # frees are negative
     return max(accumulate(sizes))
 
 
 def main() -> None:
-    """Measure, print and write."""
-    parser = argparse.ArgumentParser(description="What T5 costs with use_priors, beside transformers' SDPA.")
+    """Measure both models, print the results and write them."""
+    parser = argparse.ArgumentParser(description="Time and memory of T5 with use_priors, beside transformers' SDPA.")
     parser.add_argument("--length", type=int, default=2048)
-    parser.add_argument("--layers", type=int, default=2, help="of the encoder, and of the decoder")
+    parser.add_argument("--layers", type=int, default=2, help="number of layers of the encoder, and of the decoder")
     parser.add_argument("--vocabulary", type=int, default=4096)
     parser.add_argument("--repetitions", type=int, default=7)
     parser.add_argument("--threads", type=int, default=2)
@@ -81,7 +81,7 @@ def main() -> None:
             for name in random.sample(list(models), len(models)):
                 start = time.perf_counter()
                 run(models[name])
-                if repetition:  # the first one is for warming up
+                if repetition:  # the first repetition is a warm-up
                     seconds[name].append(time.perf_counter() - start)
         for name, model in models.items():
             model.zero_grad()
