@@ -25,12 +25,13 @@ from attention_priors.priors import CATALOGUE, Axial, Radial, Structure
 from attention_priors.priors.base import Lanes
 
 PRIORS = ("none", *(name for name, prior in CATALOGUE.items() if name == "axial" or not prior.over_grid), "sum")
-"""What tests are run over. A prior that joins the catalogue joins the tests; of those on grids one, as
-``test_grids.py`` has all."""
+"""Priors under test. Every prior of the catalogue is included, with one prior on grids; ``test_grids.py`` has the
+others.
+"""
 
 NETWORKS = [name for name, prior in CATALOGUE.items() if Structure.SCALED_DISTANCE in prior.structure]
 WITHOUT_NETWORKS = tuple(name for name in PRIORS if name not in NETWORKS)
-"""FlexAttention and Triton's kernels refuse networks of a scaled distance."""
+"""Priors that FlexAttention and Triton's kernels refuse: networks of a scaled distance."""
 
 SUMMANDS = st.sampled_from(
     [
@@ -38,17 +39,17 @@ SUMMANDS = st.sampled_from(
         for kind in (False, True)
     ]
 ).flatmap(lambda names: st.lists(st.sampled_from(names), min_size=2, max_size=3))
-"""Names of priors that have a sum: all over a line, or all on a grid."""
+"""Names of priors that form a sum: all over a line, or all on a grid."""
 
 Test = TypeVar("Test", bound=Callable[..., None])
 
 
 def examples(number: int, salt: str = "") -> Callable[[Test], Test]:
-    """Draw ``number`` examples, ten times as many in a deep run: the same every time, others for another ``salt``.
+    """Draw ``number`` examples, or ten times as many in a deep run. Examples depend only on ``salt``.
 
-    The first example is the simplest one, so a test draws at random only from the second example on.
+    The first example is the simplest, so a test draws at random only from the second example on.
 
-    Failing examples are not shrunk: shrinking takes minutes, and a failing example prints its shapes.
+    Failing examples are not shrunk. Shrinking takes minutes, and a failing example prints its shapes.
     """
 
     def decorate(test: Test) -> Test:
@@ -66,7 +67,7 @@ def examples(number: int, salt: str = "") -> Callable[[Test], Test]:
 
 
 class Waves(Prior):
-    """A prior that has lanes alone: ``K(i, j) = a_h sin(i / 9) cos(j / 7) + b_h cos(j / 5)`` in nats."""
+    """Prior that has only factors: ``K(i, j) = a_h sin(i / 9) cos(j / 7) + b_h cos(j / 5)`` in nats."""
 
     structure = Structure.FACTORED
 
@@ -83,7 +84,7 @@ class Waves(Prior):
 
 @st.composite
 def prior_descriptions(draw: st.DrawFn, name: str, causal: bool) -> dict[str, Any]:
-    """A description of the named prior, all of whose parameters train where that is possible."""
+    """Return the config of the named prior. All of its parameters train where that is possible."""
     choices: dict[str, st.SearchStrategy[Any]] = {
         "train_length": st.sampled_from([8, 200]),
         "size": st.integers(1, 40),
@@ -100,7 +101,7 @@ def prior_descriptions(draw: st.DrawFn, name: str, causal: bool) -> dict[str, An
         over = Axial.axes if name == "axial" else Radial.over
         part = st.sampled_from(sorted(over)).flatmap(lambda each: prior_descriptions(each, causal))
         choices |= {"rows": part, "columns": st.none() | part, "prior": part}
-    # What is not drawn is that of an example, or the default.
+    # Arguments that are not drawn are those of an example, or the defaults.
     example = CATALOGUE[name].examples(1)[0].to_config()
     description: dict[str, Any] = {"name": name}
     for argument, parameter in inspect.signature(CATALOGUE[name]).parameters.items():
@@ -116,14 +117,14 @@ def prior_descriptions(draw: st.DrawFn, name: str, causal: bool) -> dict[str, An
         over = description["prior"]
         over["learn"] = [each for each in Radial.over[over["name"]].learnable if each != "mu"]
         if over.get("init") == "neighbours":
-            over["init"] = "spread"  # a distance has no sign, and no location
+            over["init"] = "spread"  # a distance has neither sign nor location
     if name == "key_sink" and not causal:
         description["learn"] = ["gain", "bump", "mlp"]
     return description
 
 
 OWN = ("lanes alone", "lanes and a table", "a network and all others")
-"""Priors that the catalogue has none of."""
+"""Priors that are not in the catalogue."""
 RANGES = {
     "theta_beta": (-8.0, 8.0),
     "theta_alpha": (-4.0, 1.0),
@@ -132,7 +133,7 @@ RANGES = {
     "slope": (-0.5, 0.5),
     "weight": (-0.5, 0.5),
 }
-"""Ranges of drawn parameters; all other parameters are normal."""
+"""Ranges of drawn parameters. All other parameters are normal."""
 
 
 @torch.no_grad()
@@ -150,7 +151,7 @@ def randomize(prior: Prior, generator: torch.Generator, ranges: dict[str, tuple[
 
 @st.composite
 def priors(draw: st.DrawFn, name: str, heads: int, causal: bool, generator: torch.Generator) -> Prior | None:
-    """The named prior with random parameters; ``none`` is None and ``sum`` a sum of two or three."""
+    """Return the named prior with random parameters. ``none`` is None, and ``sum`` is a sum of two or three."""
     if name == "none":
         return None
     if name in OWN:
@@ -167,7 +168,9 @@ def priors(draw: st.DrawFn, name: str, heads: int, causal: bool, generator: torc
 
 
 def places(prior: Prior | None, num_keys: int) -> dict[str, Any]:
-    """Where keys are, one of :func:`attend`'s arguments if the prior is on grids: then side by side in one row."""
+    """Return the argument of :func:`attend` that places keys on a grid, in one row. For other priors, return no
+    argument.
+    """
     is_on_grids = prior is not None and any(term.over_grid for term in prior.terms())
     return {"key_positions": torch.arange(num_keys)} if is_on_grids else {}
 
@@ -177,7 +180,7 @@ def places(prior: Prior | None, num_keys: int) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Case:
-    """The arguments of one call of ``attend``."""
+    """Arguments of one call of ``attend``."""
 
     query: Tensor
     key: Tensor
@@ -195,8 +198,9 @@ class Case:
     key_bias: Tensor | None = None
     tolerance: float = 0.0
     small_blocks: int | None = None
-    """If set, backends work in blocks of so few queries that even short sequences need several; None: as users have it,
-    which is one tile for short sequences."""
+    """Number of queries per block, so small that even short sequences need several blocks. None is the default of
+    ``attend``, which takes short sequences as one tile.
+    """
 
     def __post_init__(self) -> None:
         if self.key_positions is None:
@@ -204,7 +208,7 @@ class Case:
                 object.__setattr__(self, name, positions)
 
     def __repr__(self) -> str:
-        """Shapes in place of numbers."""
+        """Print shapes in place of numbers."""
         parts = []
         for part in fields(self):
             value = getattr(self, part.name)
@@ -215,13 +219,13 @@ class Case:
         return f"Case({', '.join(parts)})"
 
     def options(self) -> dict[str, Any]:
-        """The keyword arguments."""
+        """Return the keyword arguments."""
         names = ("causal", "logit_scale", "visible_keys", "softmax_scale", "query_positions", "key_positions")
         names += ("document_ids", "key_padding_mask", "attn_mask", "key_bias", "tolerance")
         return {name: getattr(self, name) for name in names}
 
     def to(self, dtype: torch.dtype) -> Case:
-        """Return the case with its numbers in another dtype."""
+        """Return the case with numbers of another dtype."""
         mask = self.attn_mask
         if mask is not None and mask.is_floating_point():
             mask = mask.to(dtype)
@@ -243,11 +247,11 @@ class Case:
         return leaves
 
     def given(self) -> tuple[str, ...]:
-        """The names of the tensors among them."""
+        """Return the names of the tensors that receive gradients."""
         return ("query", "key", "value", *(() if self.key_bias is None else ("key_bias",)))
 
     def attend(self, backend: Any = "auto") -> tuple[Tensor, Tensor]:
-        """Output and log-sum-exp."""
+        """Return output and log-sum-exp."""
         with in_blocks_of(self.small_blocks):
             return attend(
                 self.query, self.key, self.value, self.prior, **self.options(), return_lse=True, backend=backend
@@ -267,7 +271,7 @@ def in_blocks_of(size: int | None) -> Iterator[None]:
         return
 
     with (
-        # PAIRS: texts and heads in parts, for threads.
+        # PAIRS splits texts and heads into parts, as threads do.
         mock.patch.multiple(
             forward, ROWS=2 * size, DIAGONAL_ROWS=max(1, size // 2), KEYS_IN_MEMORY=size, BIAS_NUMBERS=8 * size, PAIRS=0
         ),
@@ -333,7 +337,7 @@ def _padding(draw: st.DrawFn, batch: int, length: int, generator: torch.Generato
 
 @st.composite
 def _laid_out(draw: st.DrawFn, tensor: Tensor) -> Tensor:
-    """The same numbers, some other way in memory: heads after tokens, columns before rows, or with gaps."""
+    """Copy a tensor into another memory layout: heads after tokens, columns before rows, or with gaps."""
     kind = draw(st.sampled_from(["rows", "rows", "tokens first", "columns", "gaps"]))
     if kind == "tokens first":
         return tensor.transpose(1, 2).contiguous().transpose(1, 2)
@@ -362,7 +366,7 @@ def _attn_masks(draw: st.DrawFn, shape: tuple[int, int, int, int], generator: to
 def _key_biases(
     draw: st.DrawFn, shape: tuple[int, int, int], padding: Tensor | None, generator: torch.Generator
 ) -> Tensor | None:
-    """Numbers near 0, or the sums of a forget gate: ``-Σ ln f``, with gates of 0 floored at -10^4."""
+    """Draw numbers near 0, or the sums of a forget gate: ``-Σ ln f``, with gates of 0 floored at -10^4."""
     kind = draw(st.sampled_from(["none", "none", "none", "normal", "gates", "slow gates", "gates of 0 and 1"]))
     if kind == "none":
         return None
@@ -372,7 +376,7 @@ def _key_biases(
     if kind != "gates":
         gates = 0.9 + 0.1 * gates if kind == "slow gates" else (gates < 0.7).double()
     numbers = -gates.log().clamp(min=-1e4).cumsum(-1)
-    # What it says of hidden keys is ignored.
+    # The bias of hidden keys has no effect.
     return numbers if padding is None else numbers.masked_fill(padding.unsqueeze(1), 1e20)
 
 
@@ -386,7 +390,9 @@ def cases(
     scaled: bool = True,
     keyed: bool = True,
 ) -> Case:
-    """A problem in float32, maybe with dense ``masks``, a logit scale (``scaled``) and a bias of keys (``keyed``)."""
+    """Draw a problem in float32, with dense ``masks``, a logit scale (``scaled``) and a key bias (``keyed``) if
+    allowed.
+    """
     generator = torch.Generator().manual_seed(draw(st.integers(0, 2**20)))
 
     def normal(*size: int) -> Tensor:
@@ -398,7 +404,7 @@ def cases(
         num_queries = num_keys
     heads, kv_heads = draw(st.sampled_from([(1, 1), (2, 1), (2, 2), (3, 1), (4, 2), (6, 2)]))
     batch = draw(st.integers(1, largest_batch))
-    if max(num_queries, num_keys) > 99:  # for the tests' time
+    if max(num_queries, num_keys) > 99:  # saves test time
         batch, heads, kv_heads = 1, min(heads, 2), 1
     head_dim, value_dim = draw(st.integers(1, 9)), draw(st.integers(1, 9))
     causal = draw(st.booleans())
@@ -412,7 +418,7 @@ def cases(
     visible_keys = None
     if logit_scale is not None:
         shape = draw(st.sampled_from([None, None, (num_queries,), (batch, num_queries), (batch, heads, num_queries)]))
-        # Queries that see next to nothing, and have next to no scale, leave nothing to prune.
+        # Queries that see almost no keys and have a scale near 0 leave nothing to prune.
         fewest = draw(st.sampled_from([1, 200, 200]))
         visible_keys = None if shape is None else torch.randint(fewest, 500, shape, generator=generator)
     documents = draw(_documents(batch, num_keys, generator)) if num_queries <= num_keys else None

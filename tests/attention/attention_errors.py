@@ -1,4 +1,4 @@
-"""What a computation of an attention problem gives, and how far from the float64 reference it may be."""
+"""Results of an attention problem, and their errors against the float64 reference."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ROUNDING = 2.0**-24
 
 @dataclass(frozen=True)
 class Result:
-    """What a computation gave."""
+    """Results of one computation."""
 
     out: Tensor
     lse: Tensor
@@ -27,17 +27,17 @@ class Result:
 
 @dataclass(frozen=True)
 class Cotangents:
-    """Gradients of output and log-sum-exp."""
+    """Gradients with respect to output and log-sum-exp."""
 
     out: Tensor
     lse: Tensor
 
     @classmethod
     def of(cls, out: Tensor, lse: Tensor) -> Cotangents:
-        """Random ones.
+        """Draw random gradients.
 
-        A key at distance 0 may lower a log-sum-exp by up to 1e30 nats. The gradient of such a number would
-        drown all others, so it is divided by its size.
+        A key at distance 0 may lower a log-sum-exp by up to 1e30 nats. The gradient of such a number would dominate all
+        others, so it is divided by the number's size.
         """
         generator = torch.Generator().manual_seed(0)
         size = 1 + lse.detach().double().clamp(min=-1e38).abs().masked_fill(torch.isneginf(lse), 0.0)
@@ -47,7 +47,7 @@ class Cotangents:
 
 
 def compute(case: Case, backend: str, cotangents: Cotangents | None = None) -> Result:
-    """Output, log-sum-exp and every gradient, the gradients through both (random ones, if none are given)."""
+    """Compute output, log-sum-exp and every gradient. Gradients of the results are random by default."""
     case = replace(case, **{n: getattr(case, n).detach().requires_grad_() for n in case.given()})
     leaves = case.leaves()
     with in_blocks_of(case.small_blocks):
@@ -64,13 +64,12 @@ def compute(case: Case, backend: str, cotangents: Cotangents | None = None) -> R
 
 
 def gradient_scales(case: Case, cotangents: Cotangents) -> dict[str, Tensor]:
-    """The size of what is added up to make each gradient.
+    """Return the size of the terms that are summed in each gradient.
 
-    A gradient is a sum over pairs ``(i, j)``, and its terms may cancel: the gradient of a bias that is the same
-    for all keys is 0, yet every float32 computation of it leaves rounding errors of its terms behind. So errors
-    are measured against the size of the terms: the gradient that comes out when each logit's gradient
-    ``p (dp - Σ p dp + dlse)`` is replaced by the sum of its parts' absolute values, with a random sign. (Random
-    signs, because rounding errors have such.)
+    A gradient is a sum over pairs ``(i, j)``, and its terms may cancel. For example, the gradient of a bias that is
+    equal for all keys is 0, but every float32 computation leaves rounding errors of the terms. Errors are therefore
+    measured relative to the terms. In the gradient of each logit, ``p (dp - Σ p dp + dlse)``, the sum of the absolute
+    values of the parts replaces the sum. Its sign is random, as the signs of rounding errors are.
     """
     case = case.to(torch.float64)
     case = replace(case, **{n: getattr(case, n).requires_grad_() for n in case.given()})
@@ -80,8 +79,8 @@ def gradient_scales(case: Case, cotangents: Cotangents) -> dict[str, Tensor]:
         weights_grad = cotangents.out.abs() @ exact.value.abs().mT
         mean = (exact.weights * weights_grad).sum(-1, keepdim=True)
         all_parts = exact.weights * (weights_grad + mean + cotangents.lse.abs().unsqueeze(-1))
-        # Where a row sees one key alone its weight is 1 whatever the logit is, and a log-prior of -1e30 nats has
-        # no part in anything but the log-sum-exp.
+        # A row that sees one key gives it the weight 1, whatever the logit is. A log-prior of -1e30 nats then affects
+        # only the log-sum-exp.
         alone = (exact.weights == 1.0).any(-1, keepdim=True)
         parts = torch.where(alone, exact.weights * cotangents.lse.abs().unsqueeze(-1), all_parts)
     content = [name for name in leaves if not name.startswith("prior.")]
@@ -90,17 +89,17 @@ def gradient_scales(case: Case, cotangents: Cotangents) -> dict[str, Tensor]:
     for term in () if case.prior is None else case.prior.terms():
         scale = exact.prior_scale.detach().abs()
         if Structure.OF_KEYS in term.structure:
-            # One of the terms of a sum may be much larger than the sum.
+            # A term of a sum may be much larger than the sum.
             numbers = term.log_prior_of_key(positions_of(case)[1], torch.float64).movedim(0, -2).unsqueeze(-2)
             sums.append((numbers.expand_as(parts), scale * parts, positional))
         if Structure.SCALED_DISTANCE in term.structure:
-            # What a query divides by may cancel what it divides.
+            # The row's part and the distance's part may cancel.
             network = network_of(term, case)
             for part in ("row", "distance"):
                 alone = network._replace(**{part: getattr(network, part).detach()})
                 sums.append((alone.log_prior().transpose(0, 1), scale * parts, positional))
         if Structure.FACTORED in term.structure:
-            # Lanes may cancel each other.
+            # Factors may cancel each other.
             lanes = term.lanes(*positions_of(case), dtype=torch.float64)
             products = lanes.query.unsqueeze(-2) * lanes.key[..., None, None, :, :]
             sums.append((products, (scale * parts).unsqueeze(-1).expand(*parts.shape, products.shape[-1]), positional))
@@ -121,18 +120,17 @@ def gradient_scales(case: Case, cotangents: Cotangents) -> dict[str, Tensor]:
 
 
 def float32_tolerance(case: Case) -> float:
-    """What relative error a float32 computation may have: 1e-5, and more where rounding alone makes more.
+    """Return the allowed relative error of a float32 computation: 1e-5, or more where rounding alone exceeds it.
 
-    A logit ``z`` in float32 is wrong by up to ``2^-24 |z|``, which moves its weight by ``p (1 - p)`` times as
-    much. A logit scale of 8 on a log-prior of -50 nats that is nearly the same for all keys is such a case: no
-    float32 bias can do better. In lanes, those of priors that are not stationary, other numbers are rounded than in a
-    table.
+    A logit ``z`` in float32 is wrong by up to ``2^-24 |z|``, which changes its weight by ``p (1 - p)`` times as much.
+    Example: a logit scale of 8 on a log-prior of -50 nats that is almost equal for all keys. No float32 bias is more
+    exact. Factors of priors that are not stationary round other numbers than tables do.
     """
     exact = oracle(case.to(torch.float64))
     with torch.no_grad():
         size = exact.logits.abs()
         if case.key_bias is not None:
-            # Of it, the best is taken from each row.
+            # With a key bias, the log-sum-exp of each row is subtracted first.
             size = (exact.logits - exact.lse.nan_to_num(neginf=0.0).unsqueeze(-1)).abs()
         for term in () if case.prior is None else case.prior.terms():
             if Structure.SCALED_DISTANCE in term.structure:
@@ -141,25 +139,27 @@ def float32_tolerance(case: Case) -> float:
                 parts = term.lanes(*positions_of(case), dtype=torch.float64)
                 size = size + exact.prior_scale.abs() * (parts.query @ parts.key.unsqueeze(-3).mT).abs()
         moved = (exact.weights * (1 - exact.weights) * size).sum(-1)
-        # Biases of keys are exact to 1e-4 nats.
+        # Key biases are exact to 1e-4 nats.
         return (1e-5 if case.key_bias is None else 5e-5) + 2 * ROUNDING * float(moved.max())
 
 
 def network_of(term: Prior, case: Case) -> ScaledDistance:
-    """The network of a scaled distance, for all pairs of a case."""
+    """Return the network of a scaled distance for all pairs of a case."""
     queries, keys = positions_of(case)
     return term.scaled_distance(queries, queries.unsqueeze(-1) - keys.unsqueeze(-2))
 
 
 def network_sizes(term: Prior, case: Case) -> Tensor:
-    """The sizes of what a network of a scaled distance adds up for each pair, ``(B, H, Lq, Lk)``."""
+    """Return the size of the terms of a scaled distance's network for each pair, ``(B, H, Lq, Lk)``."""
     network = network_of(term, case)
     parts = network._replace(hidden=network.hidden.abs(), outer=network.outer.abs())
     return parts.log_prior().transpose(0, 1)
 
 
 def errors(result: Result, expected: Result, scales: dict[str, Tensor]) -> dict[str, float]:
-    """Error of each part, relative to its size: largest number of the tensor, or (for gradients) of its terms."""
+    """Return the error of each part, relative to its size: the largest number of the tensor or, for gradients, of its
+    terms.
+    """
     found: dict[str, float] = {}
     for name, tensor in (("out", result.out), ("lse", result.lse)):
         assert torch.isfinite(tensor[~torch.isneginf(tensor)]).all(), name
@@ -167,7 +167,7 @@ def errors(result: Result, expected: Result, scales: dict[str, Tensor]) -> dict[
     blind = torch.isneginf(expected.lse)
     assert torch.equal(torch.isneginf(result.lse), blind), "other rows see nothing"
     assert (result.out[blind] == 0).all(), "a row that sees nothing gives zeros"
-    # A log-sum-exp is an absolute thing in nats, as long as it is not huge.
+    # The error of a log-sum-exp is absolute, in nats, unless the log-sum-exp is huge.
     error = (result.lse.double() - expected.lse.double()).abs() / expected.lse.double().abs().clamp(min=1)
     found["lse"] = float(error.masked_fill(blind, 0.0).max())
     assert set(result.grads) == set(expected.grads)

@@ -1,4 +1,4 @@
-"""What an attention problem means: the formula in float64, written without the library's attention code."""
+"""Attention by its definition in float64, written without the library's attention code."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 def positions_of(case: Case) -> tuple[Tensor, Tensor]:
-    """Query positions ``(B, Lq)`` and key positions ``(B, Lk)``, defaults filled in."""
+    """Return query positions ``(B, Lq)`` and key positions ``(B, Lk)``, with defaults filled in."""
     batch, num_queries, num_keys = len(case.query), case.query.shape[2], case.key.shape[2]
     if case.key_positions is not None:
         keys = case.key_positions.expand(batch, -1)
@@ -29,7 +29,9 @@ def positions_of(case: Case) -> tuple[Tensor, Tensor]:
 
 
 def visibility_of(case: Case) -> Tensor:
-    """``(B, H, Lq, Lk)``: causal mask, documents, padding and dense mask; not the prior's window."""
+    """Return the visibility ``(B, H, Lq, Lk)`` from causality, documents, padding and dense mask, without the prior's
+    window.
+    """
     batch, heads, num_queries, _ = case.query.shape
     num_keys = case.key.shape[2]
     queries, keys = positions_of(case)
@@ -52,26 +54,26 @@ class Dense:
     """A problem as dense matrices ``(B, H, Lq, Lk)`` in float64."""
 
     logits: Tensor
-    """Finite; only those that are ``seen`` have a meaning."""
+    """Finite logits. Only logits of ``seen`` pairs have a meaning."""
     seen: Tensor
     weights: Tensor
     value: Tensor
     prior_scale: Tensor
-    """What multiplies the log-prior: the logit scale, or 1 where it leaves the prior out, ``(B, H, Lq, 1)``."""
+    """Factor of the log-prior, ``(B, H, Lq, 1)``: the logit scale, or 1 if the scale multiplies the content only."""
 
     @property
     def out(self) -> Tensor:
-        """``(B, H, Lq, Dv)``."""
+        """Output, shape ``(B, H, Lq, Dv)``."""
         return self.weights @ self.value
 
     @property
     def lse(self) -> Tensor:
-        """``(B, H, Lq)``."""
+        """Log-sum-exp, shape ``(B, H, Lq)``."""
         return torch.where(self.seen, self.logits, float("-inf")).logsumexp(-1)
 
 
 def oracle(case: Case) -> Dense:
-    """``z = c (<q, k> · softmax_scale + K)``, masks, softmax: from the definition."""
+    """Compute ``z = c (<q, k> · softmax_scale + K)``, masks and softmax from their definitions."""
     heads, head_dim = case.query.shape[1], case.query.shape[3]
     key, value = (
         torch.stack([tensor[:, h * tensor.shape[1] // heads] for h in range(heads)], dim=1).double()

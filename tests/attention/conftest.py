@@ -10,7 +10,7 @@ from attention_priors.attention.tiles import bare, block_problem, tiling
 
 @pytest.fixture(params=["in one tile", "in tiles"])
 def both_ways(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Short contexts, as tests have them, are one tile; here also computed in several, as long ones are."""
+    """Compute short contexts in several tiles too, as long contexts are."""
     if request.param == "in one tile":
         yield
         return

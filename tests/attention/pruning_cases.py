@@ -1,4 +1,4 @@
-"""Attention problems whose blocks are small, so that short sequences have many of them to prune."""
+"""Attention problems with small blocks, so that short sequences have many blocks to prune."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from attention_priors.attention.tiles.tiling import Part
 
 @contextmanager
 def small_blocks(size: int, worth_pruning: float = math.inf) -> Iterator[None]:
-    """Blocks of ``size``, and everything else to match; heads with little to gain are pruned all the same."""
+    """Use blocks of ``size`` and matching settings. Heads with little to gain are pruned too."""
     with ExitStack() as stack:
         for module in (forward, backward, block_problem, bounds, operator, certificate, report):
             stack.enter_context(mock.patch.object(module, "BLOCK", size))
@@ -48,13 +48,13 @@ class Observed:
     out: Tensor
     lse: Tensor
     pruned: Pruned | None
-    """None if there was nothing to choose from."""
+    """Certificate of the call; None if there were no blocks to prune."""
     looked_at: Tensor
-    """Which keys were computed, ``(B, H, Lq, Lk)``."""
+    """Mask of the computed pairs, ``(B, H, Lq, Lk)``."""
 
 
 def attend_pruned(case: Case, size: int) -> Observed:
-    """Attend, and watch."""
+    """Run ``attend`` and record the effect of pruning."""
     seen: list[tuple[Content, BlockProblem, Pruned]] = []
     prune = certificate.prune
 
@@ -84,14 +84,14 @@ def attend_pruned(case: Case, size: int) -> Observed:
 
 
 def spread(kept: Tensor, size: int, num_queries: int, num_keys: int) -> Tensor:
-    """Which pairs the blocks hold, ``(B, H, Lq, Lk)``."""
+    """Return the mask of the pairs in the blocks, ``(B, H, Lq, Lk)``."""
     pairs = kept.repeat_interleave(size, dim=-2).repeat_interleave(size, dim=-1)
     return pairs[..., :num_queries, :num_keys]
 
 
 @st.composite
 def prunable_cases(draw: st.DrawFn, prior_name: str, tolerances: st.SearchStrategy[float]) -> Case:
-    """A problem with a tolerance, without dense masks, its keys often such as a bound finds hard."""
+    """Draw a problem with a tolerance and without dense masks. Its keys are often hard for a bound."""
     case = draw(cases(prior_name, longest=70, masks=False))
     if draw(st.booleans()):
         case = replace(case, query_positions=None, key_positions=None)
@@ -107,7 +107,7 @@ def prunable_cases(draw: st.DrawFn, prior_name: str, tolerances: st.SearchStrate
         key = torch.zeros_like(key)
     prior = case.prior
     if prior is not None and draw(st.booleans()):
-        # Steeper than the library's usual range: short sequences should have something to prune.
+        # Steeper than the library's usual range, so that short sequences have blocks to prune.
         with torch.no_grad():
             for name, parameter in prior.named_parameters():
                 if name.endswith(("log_slope", "theta_alpha")):

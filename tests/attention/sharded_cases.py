@@ -1,7 +1,7 @@
-"""Problems whose tokens are spread over processes, solved there and, for comparison, as a whole.
+"""Problems whose tokens are distributed over processes, solved there and, for comparison, in one process.
 
-``test_context_parallel.py`` runs this program. It forks four processes, so that PyTorch is imported once. Each of them
-works through all cases, and the first one writes the results of all to a file.
+``test_context_parallel.py`` runs this program. It forks four processes, so that PyTorch is imported once. Each process
+solves all cases, and the first process writes all results to a file.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Case:
     dtype: torch.dtype = torch.float32
     tolerance: float = 0.0
     gate: float | None = None
-    """About what share of a key is left after each token; None for no bias of keys."""
+    """Approximate share of a key that remains after each token. None for no key bias."""
     options: dict[str, Any] = field(default_factory=dict)
 
 
@@ -147,7 +147,7 @@ DOUBLE = ("no prior", "ggd", "alibi, padding and far apart", "spectral and key s
 
 @dataclass(frozen=True)
 class Whole:
-    """All of a problem: the same in every process."""
+    """All tensors of a problem, equal in every process."""
 
     query: Tensor
     key: Tensor
@@ -159,7 +159,7 @@ class Whole:
     key_bias: Tensor | None
 
     def given(self) -> tuple[Tensor, ...]:
-        """Queries, keys, values and, if there is one, the bias of keys."""
+        """Queries, keys, values and, if present, the key bias."""
         inputs = (self.query, self.key, self.value)
         return inputs if self.key_bias is None else (*inputs, self.key_bias)
 
@@ -209,10 +209,10 @@ def make_whole(case: Case) -> Whole:
 
 
 def results(whole: Whole, leaves: list[Tensor], out: Tensor, lse: Tensor, own: Tensor | None) -> dict[str, Tensor]:
-    """Output, log-sum-exp and every gradient.
+    """Compute output, log-sum-exp and every gradient.
 
-    A log-sum-exp of minus infinity has no gradient. A huge one, of a row that sees a single key, gets a small one: its
-    gradient would drown all others.
+    A log-sum-exp of minus infinity has no gradient. The huge log-sum-exp of a row with a single key gets a small
+    gradient, because a normal one would dominate all others.
     """
     out_grad, lse_grad = (x if own is None else x[:, :, own] for x in whole.cotangents)
     lse_grad = (lse_grad / (1 + lse.detach().abs())).masked_fill(torch.isneginf(lse), 0.0)
@@ -232,13 +232,13 @@ def index_of(case: Case, rank: int, size: int) -> Tensor:
     if case.layout == "uneven":
         ends = [0, *(1 + 3 * r * r for r in range(1, size)), case.length]
         return torch.arange(ends[rank], ends[rank + 1])
-    # Runs of five tokens, dealt out, and not in order.
+    # Runs of five tokens, assigned in turn and out of order.
     runs = torch.arange(case.length).split(5)
     return torch.cat([run for number, run in enumerate(runs) if number * 7 % 11 % size == rank][::-1])
 
 
 def solve_case(case: Case, group: Any) -> dict[str, float]:
-    """The error of each part, relative to its largest number."""
+    """Return the error of each part, relative to its largest number."""
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     whole = make_whole(case)
     index = index_of(case, rank, size)
@@ -278,12 +278,12 @@ def solve_case(case: Case, group: Any) -> dict[str, float]:
     return errors
 
 
-# ---- what is skipped
+# ---- skipped computation
 
 
 @contextmanager
 def counted_calls() -> Iterator[list[int]]:
-    """How many keys each call of attention looks at."""
+    """Count the keys that each call of attention reads."""
     calls: list[int] = []
     solve = ring.solve
 
@@ -296,7 +296,7 @@ def counted_calls() -> Iterator[list[int]]:
 
 
 def kept_blocks() -> list[float]:
-    """Which share of its blocks each head looks at in another process's keys: slopes 1/4, 1/16, 1/64, 1/256."""
+    """Return the share of another process's blocks that each head reads, for slopes 1/4, 1/16, 1/64 and 1/256."""
     case = CASES["alibi, blocks"]
     whole, shares = make_whole(case), []
     index = index_of(case, dist.get_rank(), dist.get_world_size())
@@ -344,11 +344,11 @@ def skipping() -> dict[str, Any]:
     return {"hops": hops, "calls": everyone, "kept": kept_blocks()}
 
 
-# ---- what is refused
+# ---- errors
 
 
 def refusals() -> dict[str, list[str]]:
-    """For each mistake, what every process said."""
+    """Return the error message of every process, for each mistake."""
     rank, size = dist.get_rank(), dist.get_world_size()
     index = shard_index(24, rank, size)
     good = ShardedSequence(index)
@@ -389,7 +389,7 @@ def refusals() -> dict[str, list[str]]:
 
 
 def silence(group: Any) -> dict[str, Any]:
-    """What is said when the last process does not call."""
+    """Return the error message when the last process does not call."""
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     sequence = ShardedSequence(shard_index(24, rank, size), group=group)
     query = torch.randn(1, 2, 6, 4, requires_grad=True)
@@ -421,7 +421,7 @@ def determinism(group: Any) -> bool:
 
 
 def agreement() -> list[str]:
-    """The backends that this process asks for where the kernels of one process are found to be wrong."""
+    """Return the backends that each process chooses if the kernels of one process are wrong."""
     rank, size, asked = dist.get_rank(), dist.get_world_size(), []
     solve, planned = ring.solve, ring.make_plan
 
@@ -465,7 +465,7 @@ def main(rank: int, target: Path, names: dict[str, list[str]]) -> None:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    # What the first call imports of PyTorch is imported here, once for all processes.
+    # Import once what PyTorch imports in the first call, before the processes are forked.
     import torch._dynamo
 
     x = torch.zeros(1, HEADS, 2, WIDTH, requires_grad=True)

@@ -1,4 +1,4 @@
-"""A wrong argument is a ValueError that names it."""
+"""Every wrong argument raises a ValueError that names the argument."""
 
 from fractions import Fraction
 from typing import Any
@@ -147,8 +147,8 @@ def test_names_the_argument(case: str) -> None:
         attend(**arguments(**changes))
 
 
-def test_the_good_ones_pass() -> None:
-    """What the cases above start from is right."""
+def test_valid_arguments_pass() -> None:
+    """The cases above start from valid arguments."""
     assert attend(**arguments()).shape == (B, H, LENGTH, D)
 
 
@@ -161,14 +161,14 @@ def test_an_empty_batch_has_an_empty_output(prior: Any) -> None:
     out.sum().backward()
 
 
-def test_unbroken_arguments_are_not_blamed() -> None:
-    """A dimension of 1 in a mask expands, and so does a position without a batch."""
+def test_arguments_that_broadcast_pass() -> None:
+    """A mask dimension of 1 and positions without a batch dimension broadcast."""
     attend(**arguments(attn_mask=shaped(1, 1, 1, 1)))
     attend(**arguments(query_positions=torch.arange(LENGTH), key_positions=torch.arange(LENGTH).expand(B, -1)))
 
 
 @pytest.mark.parametrize("scale", [np.float32(0.25), np.float64(0.25), np.array(0.25), Fraction(1, 4)])
-def test_any_real_number_scales(scale: Any) -> None:
+def test_softmax_scale_is_any_real_number(scale: Any) -> None:
     given = arguments()
     assert torch.equal(attend(**given, softmax_scale=scale), attend(**given, softmax_scale=0.25))
     whole: Any = np.int64(1)
@@ -181,11 +181,11 @@ def test_jit_traces_are_refused() -> None:
         torch.jit.trace(lambda query: attend(query, query, query), (x,))
 
 
-# ---- priors of one's own
+# ---- custom priors
 
 
 class Own(Prior):
-    """A prior that returns what it is told to."""
+    """Prior that returns a given tensor."""
 
     name = "own"
 
@@ -236,7 +236,7 @@ BAD_LANES: dict[str, tuple[str, Any]] = {
 
 @pytest.mark.parametrize("backend", ["auto", "toeplitz", "blockwise", "reference"])
 @pytest.mark.parametrize("case", BAD_TABLES)
-def test_tables_of_priors_of_ones_own(case: str, backend: Any) -> None:
+def test_tables_of_custom_priors_are_checked(case: str, backend: Any) -> None:
     message, make = BAD_TABLES[case]
     with pytest.raises(ValueError, match=message):
         attend(**arguments(prior=Own(Structure.STATIONARY, make), backend=backend))
@@ -246,41 +246,41 @@ def test_tables_of_priors_of_ones_own(case: str, backend: Any) -> None:
 
 @pytest.mark.parametrize("backend", ["auto", "lanes", "reference"])
 @pytest.mark.parametrize("case", BAD_LANES)
-def test_lanes_of_priors_of_ones_own(case: str, backend: Any) -> None:
+def test_factors_of_custom_priors_are_checked(case: str, backend: Any) -> None:
     message, make = BAD_LANES[case]
     with pytest.raises(ValueError, match=message):
         attend(**arguments(prior=Own(Structure.FACTORED, make), backend=backend))
 
 
 @pytest.mark.parametrize("backend", ["auto", "toeplitz", "reference"])
-def test_good_priors_of_ones_own(backend: Any) -> None:
+def test_valid_custom_priors_pass(backend: Any) -> None:
     attend(**arguments(prior=Own(Structure.FACTORED, lanes), backend=backend))
-    # Finite, though their sum is not.
+    # The terms are finite, but their sum is not.
     steep = Own(Structure.STATIONARY, lambda d: table(d).masked_fill(d == 3, torch.finfo(torch.float32).min))
     assert attend(**arguments(prior=steep, backend=backend)).isfinite().all()
 
 
 def test_a_table_of_another_dtype_is_cast() -> None:
-    """In tiles, PyTorch's kernel takes a bias in the dtype of the queries alone."""
+    """In tiles, PyTorch's kernel accepts a bias only in the dtype of the queries."""
     x = torch.randn(1, H, 300, D)
     prior = Own(Structure.STATIONARY, lambda d: table(d).double())
     found, expected = (attend(x, x, x, prior, backend=backend) for backend in ("toeplitz", "reference"))
     torch.testing.assert_close(found, expected)
 
 
-def test_a_model_that_diverged_is_not_an_error_of_its_prior() -> None:
+def test_diverged_parameters_do_not_blame_the_prior() -> None:
     prior = Own(Structure.STATIONARY, table)
     prior.height.fill_(float("nan"))
     assert attend(**arguments(prior=prior)).isnan().all()
 
 
 @pytest.mark.parametrize("config", ["softmax", {"name": "ssmax", "scale": 1}, {"init": 1.0}])
-def test_logit_scale_config(config: Any) -> None:
+def test_logit_scale_configs_are_checked(config: Any) -> None:
     with pytest.raises(ValueError, match="logit scale"):
         logit_scale_from_config(config, H)
 
 
 @pytest.mark.parametrize("bad", [{"num_heads": 0}, {"num_heads": 2, "init": float("nan")}])
-def test_ssmax_arguments(bad: dict[str, Any]) -> None:
+def test_ssmax_arguments_are_checked(bad: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="num_heads" if bad["num_heads"] == 0 else "init"):
         SSMax(**bad)

@@ -34,7 +34,7 @@ def in_another_thread(call: Callable[[], Any]) -> None:
     assert not found
 
 
-def test_blocks_in_blocks_are_told_each() -> None:
+def test_nested_observers_are_all_called() -> None:
     outer: list[Problem] = []
     inner: list[Problem] = []
     with observed(outer.append):
@@ -47,7 +47,7 @@ def test_blocks_in_blocks_are_told_each() -> None:
     assert outer[1:2] == inner
 
 
-def test_a_block_that_ends_with_an_error_is_over() -> None:
+def test_an_error_removes_the_observer() -> None:
     seen: list[Problem] = []
     with pytest.raises(RuntimeError, match="enough"), observed(seen.append):
         raise RuntimeError("enough")
@@ -55,7 +55,7 @@ def test_a_block_that_ends_with_an_error_is_over() -> None:
     assert not seen
 
 
-def test_other_threads_are_not_told_of() -> None:
+def test_observers_do_not_see_other_threads() -> None:
     here: list[Problem] = []
     there: list[Problem] = []
 
@@ -74,7 +74,7 @@ def test_other_threads_are_not_told_of() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("first_elsewhere", [False, True])
-def test_compiled_without_a_graph_break_for_those_who_watch_and_those_who_do_not(first_elsewhere: bool) -> None:
+def test_compiled_without_a_graph_break_with_and_without_observer(first_elsewhere: bool) -> None:
     def call(x: Tensor) -> Tensor:
         return attend(x, x, x, PRIOR) * 2
 
@@ -88,6 +88,6 @@ def test_compiled_without_a_graph_break_for_those_who_watch_and_those_who_do_not
             in_another_thread(lambda: compiled(X))
             assert len(seen) == number
             torch.testing.assert_close(compiled(X), attend(X, X, X, PRIOR, backend="reference") * 2)
-            del seen[number + 1 :]  # what the reference was asked
+            del seen[number + 1 :]  # arguments of the reference
     compiled(X)
     assert len(seen) == 2

@@ -17,7 +17,7 @@ from attention_priors.attention.reference import reference
 
 
 def attention_weights(query: Tensor, key: Tensor, prior: Prior | None, *, causal: bool = True) -> Tensor:
-    """Through ``attend`` itself: with the unit vectors as values, the output is the weights."""
+    """Return the weights of ``attend`` itself: with unit vectors as values, the output is the weights."""
     batch, heads = query.shape[:2]
     num_keys = key.shape[2]
     unit = torch.eye(num_keys, dtype=query.dtype).expand(batch, heads, -1, -1)
@@ -35,7 +35,7 @@ def drawn_prior(data: st.DataObject, name: str, seed: int) -> Prior | None:
 
 
 def prior_weights(prior: Prior | None, length: int) -> Tensor:
-    """π: the weights without any content."""
+    """Return π, the weights without content."""
     zero = torch.zeros(1, 2, length, 5, dtype=torch.float64)
     return attention_weights(zero, zero, prior)
 
@@ -68,9 +68,9 @@ def test_bam_definition_1_attention_is_the_expectation_of_its_values(name: str, 
 def test_bam_definition_2_weights_are_a_joint_probability_of_content_and_position(
     name: str, data: st.DataObject, seed: int
 ) -> None:
-    """BAM, Definition 2: ``p_ij = p(content | position) · p(position)``. Where scores add up the content depends on the
-    position by one number for each query, ``p(content | position) = p(content) / Z``; ``p(position)`` depends on no
-    content.
+    """BAM, Definition 2: ``p_ij = p(content | position) · p(position)``. Where scores add up, the content depends on
+    the position by one number per query, ``p(content | position) = p(content) / Z``. ``p(position)`` does not depend on
+    the content.
     """
     prior = drawn_prior(data, name, seed)
     position = prior_weights(prior, 12)
@@ -87,7 +87,7 @@ def test_bam_definition_2_weights_are_a_joint_probability_of_content_and_positio
         z = (content * position).sum(-1, keepdim=True)
         seen = content > 0
         torch.testing.assert_close((content / z)[seen], conditional[seen], rtol=1e-8, atol=1e-12)
-        # The other way round: whatever the content, what it leaves of the joint probability is p(position).
+        # Conversely, dividing the joint probability by the content's part gives p(position) for every content.
         rest = joint / likelihood
         torch.testing.assert_close(rest / rest.sum(-1, keepdim=True), position, rtol=1e-8, atol=1e-12)
 
@@ -122,7 +122,7 @@ def test_bam_theorem_1_posterior_is_the_product_of_the_marginals(name: str, data
 @examples(8)
 @given(seed=st.integers(0, 999), temperature=st.floats(0.1, 5.0))
 def test_goat_definition_2_1_attention_alone_minimises_the_cost_less_the_entropy(seed: int, temperature: float) -> None:
-    """GOAT, Definition 2.1: ``<p, -s> - τ H(p)`` with unscaled scores ``s`` is least for ``softmax(s / τ)`` alone."""
+    """GOAT, Definition 2.1: only ``softmax(s / τ)`` minimises ``<p, -s> - τ H(p)``, with unscaled scores ``s``."""
     query, key = contents(seed)
     unit = torch.eye(12, dtype=torch.float64).expand(1, 2, -1, -1)
     best = attend(query, key, unit, causal=False, softmax_scale=1 / temperature)
@@ -131,17 +131,17 @@ def test_goat_definition_2_1_attention_alone_minimises_the_cost_less_the_entropy
     def objective(p: Tensor) -> Tensor:
         return -(p * score).sum(-1) + temperature * torch.special.xlogy(p, p).sum(-1)
 
-    # Among distributions it is stationary there: the gradient is the same for all keys.
+    # Among distributions, the cost is stationary there: all keys have equal gradients.
     gradient = -score + temperature * (best.log() + 1)
     torch.testing.assert_close(gradient, gradient[..., :1].expand_as(gradient), rtol=0, atol=1e-9)
-    # And all others cost more, by τ KL(p ‖ best): drawn ones, the uniform one and each key for certain, and near ones.
+    # All other distributions cost more, by τ KL(p ‖ best): random, uniform, one-hot and nearby ones.
     drawn = torch.rand(best.shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
     others = [drawn / drawn.sum(-1, keepdim=True), torch.full_like(best, 1 / 12)]
     others += [row.expand_as(best) for row in unit[0, 0]]
     for other, step in product(others, (1.0, 0.01)):
         p = best.lerp(other, step)
         excess = objective(p) - objective(best)
-        apart = (p - best).abs().amax(-1) > 1e-4  # some query may look at one key alone
+        apart = (p - best).abs().amax(-1) > 1e-4  # a query may see only one key
         assert (excess[apart] > 0).all()
         divergence = (torch.special.xlogy(p, p) - p * best.log()).sum(-1)
         torch.testing.assert_close(excess, temperature * divergence, rtol=1e-6, atol=1e-11)
@@ -167,12 +167,12 @@ def test_goat_propositions_2_2_and_3_1_attention_is_the_minimum(name: str, data:
     torch.testing.assert_close(minimum, -(position * score.exp()).sum(-1).log(), rtol=1e-8, atol=1e-10)
     generator = torch.Generator().manual_seed(seed)
     for size in (1e-3, 0.1, 1.0, 5.0):
-        # Any other distribution where π is not 0: the best one, with its logits moved.
+        # Another distribution on the support of π: the best one with perturbed logits.
         moved = best * (size * torch.randn(best.shape, generator=generator, dtype=torch.float64)).exp()
         other = moved / moved.sum(-1, keepdim=True)
         worse = objective(other) - minimum
         assert (worse >= -1e-10).all()
-        # The excess is KL(other ‖ best), the whole of it.
+        # The excess is exactly KL(other ‖ best).
         excess = torch.where(other > 0, other * (other.clamp(min=1e-300) / best.clamp(min=1e-300)).log(), 0.0).sum(-1)
         torch.testing.assert_close(worse, excess, rtol=1e-6, atol=1e-9)
 
@@ -181,7 +181,7 @@ def test_goat_propositions_2_2_and_3_1_attention_is_the_minimum(name: str, data:
 @examples(3)
 @given(data=st.data(), seed=st.integers(0, 999), strength=st.sampled_from([0.01, 0.3, 2.0]))
 def test_goat_theorem_5_1_collapse_to_the_prior(name: str, data: st.DataObject, seed: int, strength: float) -> None:
-    """GOAT, Theorem 5.1: content scores that differ by at most ω leave ``π e^-ω <= p <= π e^ω``."""
+    """GOAT, Theorem 5.1: content scores that differ by at most ω give ``π e^-ω <= p <= π e^ω``."""
     query, key = contents(seed)
     query = query * strength
     prior = drawn_prior(data, name, seed)
@@ -194,7 +194,7 @@ def test_goat_theorem_5_1_collapse_to_the_prior(name: str, data: st.DataObject, 
     slack = 1e-12
     assert (joint >= position * (-spread).exp() * (1 - 1e-9) - slack).all()
     assert (joint <= position * spread.exp() * (1 + 1e-9) + slack).all()
-    # The bounds are no mere formality: content does move the weights.
+    # The bounds are not trivial: content changes the weights.
     if name in ("none", "uniform"):
         assert float((joint - position).abs().max()) > 1e-4
 
@@ -205,8 +205,9 @@ def test_goat_theorem_5_1_collapse_to_the_prior(name: str, data: st.DataObject, 
 def test_goat_definition_5_3_noise_in_the_context_moves_the_output_by_its_mass_at_most(
     name: str, data: st.DataObject, seed: int, sink: int, size: float
 ) -> None:
-    """GOAT, Definition 5.3: ``Ψ = Σ_k p_ik = 1 - p_ij*`` over all keys ``k`` but the sink ``j*``. Values of theirs that
-    move by ``ε`` at most move the output by ``ε Ψ`` at most (equation 29), and by just that if all move one way.
+    """GOAT, Definition 5.3: ``Ψ = Σ_k p_ik = 1 - p_ij*`` over all keys ``k`` except the sink ``j*``. If their values
+    change by at most ``ε``, the output changes by at most ``ε Ψ`` (equation 29). It changes by exactly ``ε Ψ`` if all
+    values change in one direction.
     """
     query, key = contents(seed)
     prior = drawn_prior(data, name, seed)
@@ -241,7 +242,7 @@ def test_goat_theorem_5_4_with_a_uniform_prior_sensitivity_tends_to_1(seed: int,
             is_context = torch.ones(1, 1, length, 1, dtype=torch.float64)
             is_context[:, :, sink] = 0
             limit = (length - 1) / length
-            for omega in (1.0, 1e-3, 1e-6, 0.0):  # the range of the content's scores
+            for omega in (1.0, 1e-3, 1e-6, 0.0):  # range of the content's scores
                 sensitivity = attend(query, omega * content, is_context, prior, softmax_scale=1.0).item()
                 assert abs(sensitivity - limit) <= math.expm1(omega) / length + 1e-12
             limits.append(sensitivity)
@@ -252,13 +253,13 @@ def test_goat_theorem_5_4_with_a_uniform_prior_sensitivity_tends_to_1(seed: int,
 @examples(8)
 @given(seed=st.integers(0, 999), slope=st.floats(0.01, 3.0), num_queries=st.integers(1, 20), causal=st.just(True))
 def test_goat_proposition_f6_key_only_slope_is_recency(seed: int, slope: float, num_queries: int, causal: bool) -> None:
-    """GOAT, Proposition F.6: under a causal mask a bias ``m j`` of the keys gives the weights of ``-m |i - j|``."""
+    """GOAT, Proposition F.6: under a causal mask, a key bias ``m j`` gives the weights of ``-m |i - j|``."""
     generator = torch.Generator().manual_seed(seed)
     query, key, value = (
         torch.randn(1, 2, n, 4, generator=generator, dtype=torch.float64) for n in (num_queries, 20, 20)
     )
     prior = Laplace(2, slopes=[slope, 2 * slope])
-    # Of the slopes as the prior has them, which float32 has rounded.
+    # Uses the prior's slopes, which are rounded to float32.
     slopes = prior.log_slope.detach().double().exp()
     only_keys = (slopes.unsqueeze(-1) * torch.arange(20.0, dtype=torch.float64)).unsqueeze(-2)
     hidden = torch.ones(num_queries, 20, dtype=torch.bool).triu(21 - num_queries)
@@ -271,7 +272,7 @@ def test_goat_proposition_f6_key_only_slope_is_recency(seed: int, slope: float, 
 
 
 def test_goat_proposition_f6_lanes_without_the_mask_are_another_prior() -> None:
-    """Proposition F.6 needs the mask: both ways, ``m j`` prefers the last key and ``-m |i - j|`` a near one."""
+    """Proposition F.6 needs the mask: without it, ``m j`` prefers the last key and ``-m |i - j|`` a near one."""
     prior = Laplace(1, slopes=[0.5])
     zero = torch.zeros(1, 1, 8, 2, dtype=torch.float64)
     unit = torch.eye(8, dtype=torch.float64).expand(1, 1, -1, -1)
@@ -280,7 +281,7 @@ def test_goat_proposition_f6_lanes_without_the_mask_are_another_prior() -> None:
 
 
 @pytest.mark.parametrize("backend", ["auto", "blockwise", "reference"])
-def test_dropout(backend: str) -> None:
+def test_dropout_keeps_the_mean_output(backend: str) -> None:
     generator = torch.Generator().manual_seed(0)
     query, key, value = (torch.randn(1, 2, 6, 4, generator=generator, dtype=torch.float64) for _ in "qkv")
     prior = Laplace(2)
@@ -303,21 +304,21 @@ def test_dropout(backend: str) -> None:
     torch.testing.assert_close(first_lse, lse.expand(4000, -1, -1))
 
 
-def test_dropout_of_recomputed_blocks() -> None:
-    """Blocks are computed anew in the backward pass: they must drop the same weights again."""
+def test_recomputed_blocks_drop_the_same_weights() -> None:
+    """The backward pass recomputes blocks and must drop the same weights again."""
     torch.manual_seed(0)
-    # float32, so that one block of queries does not hold all: 2 · 4 · 900 · 900 > 2^21.
+    # float32, so that one block of queries does not hold all pairs: 2 · 4 · 900 · 900 > 2^21.
     query, key, value = (torch.randn(2, 4, 900, 2, requires_grad=True) for _ in "qkv")
 
     torch.manual_seed(1)
     out = attend(query, key, value, dropout_p=0.3)
     (gradient,) = torch.autograd.grad(out.sum(), value)
-    # d out / d value are the kept weights, so `value · gradient` adds up to the output itself.
+    # d out / d value are the kept weights, so the sum of `value · gradient` is the output itself.
     torch.testing.assert_close((gradient * value).sum(), out.sum(), rtol=1e-4, atol=1e-2)
 
 
-def test_weights_that_reference_returns() -> None:
-    """They are those that unit vectors as values give, and add up to one."""
+def test_reference_returns_the_weights() -> None:
+    """Unit vectors as values give the same weights, and each row sums to one."""
     query, key = contents(0)
     prior = GeneralizedGaussian(2, init="spread") + Spectral(2)
     nothing: dict[str, Any] = dict.fromkeys(

@@ -1,4 +1,4 @@
-"""Autocast, and the computation for devices that are not a CPU."""
+"""Autocast, and the computation for devices other than CPUs."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -32,7 +32,7 @@ def test_autocast_takes_mixed_dtypes(backend: str) -> None:
     exact = Case(query.bfloat16(), key.bfloat16(), value.bfloat16(), prior).to(torch.float64)
     expected, expected_lse = exact.attend()
     torch.testing.assert_close(out.double(), expected, rtol=0, atol=0.05)
-    # Inside, autocast is off: it would round the logits, and with them the log-sum-exp, to bfloat16.
+    # Autocast is off inside. It would round the logits, and so the log-sum-exp, to bfloat16.
     torch.testing.assert_close(lse.double(), expected_lse, rtol=0, atol=1e-4)
     with pytest.raises(ValueError, match="key"):
         attend(query, key, value, prior)
@@ -50,14 +50,14 @@ def test_autocast_leaves_float64() -> None:
 
 
 @pytest.mark.parametrize("backend", ["auto", "toeplitz", "blockwise", "reference"])
-def test_no_texts_give_no_results(backend: str) -> None:
+def test_an_empty_batch_under_autocast_has_empty_results(backend: str) -> None:
     prior = Spectral(2)
     out, lse = attend(*torch.randn(3, 0, 2, 5, 4), prior, return_lse=True, backend=backend)  # pyright: ignore[reportArgumentType, reportCallIssue]
     assert (out.shape, lse.shape) == ((0, 2, 5, 4), (0, 2, 5))
 
 
 def test_gradients_of_an_autocast_forward_pass() -> None:
-    """The backward pass, started outside of autocast as PyTorch advises, is as exact as without it."""
+    """A backward pass outside of autocast, as PyTorch advises, is as exact as without autocast."""
     torch.manual_seed(0)
     x = torch.randn(1, 2, 40, 8).bfloat16()
     grads = []
@@ -79,7 +79,7 @@ def test_autocast_with_relative_vectors() -> None:
 
 
 class Elsewhere(Tensor):
-    """A tensor on the CPU that says it is on another device."""
+    """CPU tensor that reports another device."""
 
     @property
     def device(self) -> torch.device:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -88,7 +88,7 @@ class Elsewhere(Tensor):
 
 @contextmanager
 def elsewhere() -> Iterator[None]:
-    """Tiles take the formula that stands in for the CPU's kernel on other devices."""
+    """Make tiles use the formula for other devices in place of the CPU's kernel."""
     plain = forward.attend_plain
 
     def attend_plain(query: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
@@ -107,7 +107,7 @@ def elsewhere() -> Iterator[None]:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", PRIORS)
 def test_other_devices_compute_the_same(name: str) -> None:
-    """The formula that stands in for the CPU's kernel elsewhere, run on the CPU."""
+    """The formula for other devices, run on the CPU."""
 
     @examples(3, name)
     @given(cases(name, longest=60), st.sampled_from([torch.float32, torch.float64]))

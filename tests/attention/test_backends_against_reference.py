@@ -14,7 +14,7 @@ from thoroughness import every_other_deep
 
 
 @pytest.mark.parametrize("name", [*PRIORS, *OWN])
-def test_float32(name: str) -> None:
+def test_values_and_gradients_in_float32(name: str) -> None:
     @examples(6, name)
     @given(cases(name))
     def check(case: Case) -> None:
@@ -32,8 +32,8 @@ def test_float32(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", [*PRIORS, *OWN])
-def test_float64(name: str) -> None:
-    """In float64 no rounding hides a small mistake."""
+def test_values_and_gradients_in_float64(name: str) -> None:
+    """Float64 shows small mistakes that rounding would hide."""
 
     @examples(4, name)
     @given(cases(name, longest=60))
@@ -45,7 +45,8 @@ def test_float64(name: str) -> None:
         for backend in case.backends():
             result = compute(case, backend, cotangents)
             for part, error in errors(result, expected, scales).items():
-                # Parameters, and so their gradients, are float32 whatever the queries are; biases of keys may be.
+                # Parameters and their gradients are float32 for every dtype of the queries. Key biases may be float32
+                # too.
                 single = "." in part or (part == "key_bias" and result.grads[part].dtype == torch.float32)
                 tolerance = 3e-6 if single else 1e-10
                 assert error <= tolerance, f"{part} of {backend}: {error:.2e} > {tolerance:.2e}"
@@ -54,15 +55,17 @@ def test_float64(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", [*PRIORS, *OWN])
-def test_without_lse(name: str) -> None:
-    """Without a log-sum-exp to return, backends may take another way (lanes do): values and gradients stay."""
+def test_results_without_log_sum_exp(name: str) -> None:
+    """Without a returned log-sum-exp, backends may use another algorithm, as for factors. Values and gradients are
+    equal.
+    """
 
     @examples(4, name)
     @given(cases(name, longest=60, masks=False), st.booleans())
     def check(case: Case, plain: bool) -> None:
         if plain:
             positions = {"query_positions": None, "key_positions": None}
-            # (Of padding, a bias of keys says nothing that is meant.)
+            # The key bias of padding has no meaning.
             case = replace(case, **positions, document_ids=None, key_padding_mask=None, key_bias=None)
         case = case.to(torch.float64)
         case = replace(case, **{n: getattr(case, n).requires_grad_() for n in case.given()})
@@ -86,7 +89,7 @@ def test_without_lse(name: str) -> None:
         scales = gradient_scales(case, replace_lse(Cotangents(cotangent, case.attend("reference")[1])))
         for backend in case.backends(need_lse=False):
             for part, found, exact in zip(("out", *leaves), both(backend), expected, strict=True):
-                # PyTorch's own backward pass leaves a row that sees one key with a gradient of about 1e-16.
+                # PyTorch's own backward pass gives a row with one key a gradient of about 1e-16.
                 size = max(float(exact.abs().max()), float(scales[part]) if part != "out" else 0.0, 0.1)
                 tolerance = 3e-6 if "." in part else 1e-10
                 error = float((found - exact).abs().max()) / size
@@ -125,8 +128,8 @@ def test_gradient_of_a_float_mask(backend: str, dtype: torch.dtype) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("num_queries", every_other_deep([1, 255, 256, 257, 513, 700], [1, 256, 257, 700]))
 @pytest.mark.parametrize("causal", [True, False])
-def test_around_the_true_block_size(num_queries: int, causal: bool) -> None:
-    """No made-small blocks here, and more keys than fit one block of queries."""
+def test_values_and_gradients_around_the_default_block_size(num_queries: int, causal: bool) -> None:
+    """Blocks have their default size, and more keys than fit one block of queries."""
     generator = torch.Generator().manual_seed(num_queries)
 
     @examples(2, f"{num_queries} {causal}")
@@ -146,7 +149,7 @@ def test_around_the_true_block_size(num_queries: int, causal: bool) -> None:
     check()
 
 
-def test_lanes_refuse_what_has_no_lanes() -> None:
+def test_lanes_refuse_priors_without_factors() -> None:
     x = torch.randn(1, 2, 4, 3)
     with pytest.raises(ValueError, match="backend='lanes' cannot compute this: not all of the prior is factored"):
         attend(x, x, x, Laplace(2), backend="lanes")

@@ -1,4 +1,4 @@
-"""A step of decoding and a short context, in which nothing is hidden but the future: a way of their own."""
+"""Fast paths for decoding steps and short contexts in which only the future is hidden."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -24,7 +24,7 @@ TOLERANCE = {torch.float32: 3e-5, torch.float64: 1e-10}
 
 @contextmanager
 def counted() -> Iterator[list[bool]]:
-    """Whether each call was answered."""
+    """Record whether the fast path answered each call."""
     answered: list[bool] = []
 
     def note(problem: Problem, plan: Plan, *, need_lse: bool) -> tuple[torch.Tensor, torch.Tensor | None] | None:
@@ -38,7 +38,7 @@ def counted() -> Iterator[list[bool]]:
 
 @st.composite
 def one_query(draw: st.DrawFn, name: str, dtype: torch.dtype) -> Case:
-    """One query per text, at the end of its keys."""
+    """Draw one query per text, at the end of its keys."""
     generator = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
     kv_heads, group, batch = draw(st.integers(1, 3)), draw(st.integers(1, 3)), draw(st.integers(1, 3))
     keys, width, value_width = draw(st.integers(1, 300)), draw(st.integers(1, 12)), draw(st.integers(1, 12))
@@ -64,7 +64,7 @@ def one_query(draw: st.DrawFn, name: str, dtype: torch.dtype) -> Case:
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("name", PRIORS)
-def test_one_query_as_the_reference(name: str, dtype: torch.dtype) -> None:
+def test_one_query_matches_the_reference(name: str, dtype: torch.dtype) -> None:
     ways: list[bool] = []
 
     @examples(12, name)
@@ -73,7 +73,7 @@ def test_one_query_as_the_reference(name: str, dtype: torch.dtype) -> None:
     def check(case: Case) -> None:
         exact = case.to(torch.float64)
         expected = attend(exact.query, exact.key, exact.value, case.prior, **case.options(), backend="reference")
-        # Twice: the second time, the table is there already.
+        # Twice, because the second call reuses the table.
         for _ in range(2):
             with counted() as answered:
                 found = attend(case.query, case.key, case.value, case.prior, **case.options(), backend="toeplitz")
@@ -83,7 +83,7 @@ def test_one_query_as_the_reference(name: str, dtype: torch.dtype) -> None:
 
     check()
     if name in ("window", "axial"):
-        assert not any(ways)  # keys are hidden, or have positions
+        assert not any(ways)  # keys are hidden or have positions
     elif name != "sum":
         assert sum(ways) > len(ways) / 2, "hardly ever taken"
 
@@ -109,7 +109,7 @@ PADDING = torch.zeros(2, 50, dtype=torch.bool).index_fill_(1, torch.arange(7), T
     ],
     ids=["window", "padding", "mask", "documents", "positions", "pruned"],
 )
-def test_whatever_hides_or_moves_keys_goes_the_general_way(case: Case) -> None:
+def test_masks_and_positions_use_the_general_path(case: Case) -> None:
     with torch.no_grad(), counted() as answered:
         found = attend(case.query, case.key, case.value, case.prior, **case.options(), backend="toeplitz")
     assert answered == [False]
@@ -118,7 +118,7 @@ def test_whatever_hides_or_moves_keys_goes_the_general_way(case: Case) -> None:
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=5e-3 if case.tolerance else 1e-5)
 
 
-def test_gradients_go_the_general_way() -> None:
+def test_gradients_use_the_general_path() -> None:
     case = plain(Laplace(4))
     with counted() as answered:
         attend(case.query.requires_grad_(), case.key, case.value, case.prior, backend="toeplitz").sum().backward()
@@ -127,8 +127,8 @@ def test_gradients_go_the_general_way() -> None:
 
 
 @pytest.mark.parametrize(("height", "is_near"), [(-200.0, True), (-5000.0, False)])
-def test_log_priors_far_from_0(height: float, is_near: bool) -> None:
-    """Where all keys are beyond float32's digits: the general way."""
+def test_log_priors_far_from_0_use_the_general_path(height: float, is_near: bool) -> None:
+    """If float32 cannot represent the log-priors of all keys, the general path is used."""
     prior = ClippedOffsets(4, init="normal")
     with torch.no_grad():
         prior.bias.add_(height)
@@ -141,15 +141,15 @@ def test_log_priors_far_from_0(height: float, is_near: bool) -> None:
     torch.testing.assert_close(found, expected.float(), rtol=1e-4, atol=1e-4)
 
 
-def test_a_negative_logit_scale_goes_the_general_way() -> None:
-    """It looks where the log-prior is lowest, at the far end."""
+def test_a_negative_logit_scale_uses_the_general_path() -> None:
+    """A negative scale prefers the lowest log-prior, at the far end."""
     case = plain(Laplace(4, slopes=[20.0] * 4), logit_scale=SSMax(4, init=-1.0))
     with torch.no_grad(), counted() as answered:
         attend(case.query, case.key, case.value, case.prior, **case.options(), backend="toeplitz")
     assert answered == [False]
 
 
-def test_a_log_sum_exp_that_is_asked_for() -> None:
+def test_returned_log_sum_exp_matches_the_reference() -> None:
     case = plain(Laplace(4))
     with torch.no_grad():
         out, lse = attend(case.query, case.key, case.value, case.prior, return_lse=True, backend="toeplitz")
@@ -164,7 +164,7 @@ def test_a_log_sum_exp_that_is_asked_for() -> None:
 
 @st.composite
 def short_context(draw: st.DrawFn, name: str, dtype: torch.dtype) -> Case:
-    """As many queries as keys, or, where the future is seen, any number."""
+    """Draw a short context: as many queries as keys or, without a causal mask, any number."""
     generator = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
     kv_heads, group, batch = draw(st.integers(1, 3)), draw(st.integers(1, 3)), draw(st.integers(1, 3))
     keys, width, causal = draw(st.integers(2, 70)), draw(st.integers(1, 12)), draw(st.booleans())
@@ -191,7 +191,7 @@ def short_context(draw: st.DrawFn, name: str, dtype: torch.dtype) -> Case:
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("name", [name for name in PRIORS if name != "none"])
-def test_short_contexts_as_the_reference(name: str, dtype: torch.dtype) -> None:
+def test_short_contexts_match_the_reference(name: str, dtype: torch.dtype) -> None:
     ways: list[bool] = []
 
     @examples(8, name)
@@ -204,7 +204,7 @@ def test_short_contexts_as_the_reference(name: str, dtype: torch.dtype) -> None:
         with counted() as answered:
             found = errors(compute(case, "toeplitz", cotangents), expected, scales)
         for part, error in found.items():
-            # Parameters, and so their gradients, are float32 whatever the queries are.
+            # Parameters and their gradients are float32 for every dtype of the queries.
             allowed = tolerance if dtype == torch.float32 else 3e-6 if "." in part else 1e-10
             assert error <= allowed, f"{part}: {error:.2e} > {allowed:.2e}"
         ways.extend(answered)
@@ -213,13 +213,13 @@ def test_short_contexts_as_the_reference(name: str, dtype: torch.dtype) -> None:
     if case_is_general(name):
         assert not any(ways)
     elif name == "fire":
-        assert len({*ways}) == 2  # up to the threshold, and beyond
+        assert len({*ways}) == 2  # up to the threshold, and above
     elif name != "sum":
         assert sum(ways) > len(ways) / 2, "hardly ever taken"
 
 
 def case_is_general(name: str) -> bool:
-    """Whether a prior has positions on a grid."""
+    """Return whether a prior has positions on a grid."""
     return name == "axial"
 
 
@@ -232,7 +232,7 @@ def case_is_general(name: str) -> bool:
     ],
     ids=str,
 )
-def test_other_short_contexts_go_the_general_way(options: dict[str, Any]) -> None:
+def test_other_short_contexts_use_the_general_path(options: dict[str, Any]) -> None:
     query = torch.randn(2, 4, 20, 8)
     with counted() as answered:
         attend(query, query, query, Laplace(4), backend="toeplitz", **options)
@@ -240,7 +240,7 @@ def test_other_short_contexts_go_the_general_way(options: dict[str, Any]) -> Non
 
 
 @pytest.mark.parametrize("causal", [True, False])
-def test_a_table_whose_numbers_lie_apart(causal: bool) -> None:
+def test_strided_tables_match_the_reference(causal: bool) -> None:
     class Transposed(ClippedOffsets):
         def log_prior_at(self, distance: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
             return super().log_prior_at(distance, dtype).T.contiguous().T
@@ -253,8 +253,8 @@ def test_a_table_whose_numbers_lie_apart(causal: bool) -> None:
 
 
 @pytest.mark.parametrize(("num_queries", "num_keys", "causal"), [(30, 30, True), (12, 30, False)])
-def test_columns_that_lie_apart(num_queries: int, num_keys: int, causal: bool) -> None:
-    """As after ``unbind(-1)``: the kernels look for a row's numbers side by side."""
+def test_strided_columns_match_the_reference(num_queries: int, num_keys: int, causal: bool) -> None:
+    """Strides as after ``unbind(-1)``. The kernels expect the numbers of a row to be contiguous."""
     query, key, value = (torch.randn(2, 4, n, 8, 3)[..., 0] for n in (num_queries, num_keys, num_keys))
     prior = ClippedOffsets(4, init="normal")
     with torch.no_grad(), counted() as answered:
@@ -263,7 +263,7 @@ def test_columns_that_lie_apart(num_queries: int, num_keys: int, causal: bool) -
     torch.testing.assert_close(found, attend(query, key, value, prior, causal=causal, backend="reference"))
 
 
-def test_a_backward_pass_inside_autocast() -> None:
+def test_a_backward_pass_inside_autocast_is_exact() -> None:
     query = torch.randn(2, 4, 20, 8, requires_grad=True)
     prior = GeneralizedGaussian(4)
 

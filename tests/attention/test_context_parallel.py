@@ -1,4 +1,4 @@
-"""Attention over a sequence that is spread over processes: 4 of them, and 2 pairs, against one."""
+"""Attention over a sequence that one group of 4 processes, or two groups of 2, share, against one process."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ REPEATED = (
     "ssmax, bidirectional", "documents, bidirectional", "documents, interleaved",
     "documents, interleaved, and a window",
 )  # fmt: skip
-"""Cases whose parts others have too: solved in a deep run alone."""
+"""Cases whose parts other cases cover. They run only in a deep run."""
 FOR_ALL = tuple(CASES) if DEEP else tuple(name for name in CASES if name not in REPEATED)
-"""Names of the cases that one group of four processes solves."""
+"""Cases that one group of four processes solves."""
 FOR_PAIRS = FOR_ALL[:: 2 if DEEP else 8]
-"""Names of those that two groups of two processes solve as well."""
+"""Cases that two groups of two processes solve as well."""
 
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """What each process found."""
+    """Return the results of each process."""
     target = tmp_path_factory.mktemp("sharded") / "found.json"
     run_command([sys.executable, WORKER, target, json.dumps({"4": FOR_ALL, "2": FOR_PAIRS})])
     return json.loads(target.read_text())
@@ -48,7 +48,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
         *((name, "2") for name in FOR_PAIRS),
     ],
 )
-def test_the_shards_are_those_of_the_whole(found: list[dict[str, Any]], name: str, size: str) -> None:
+def test_shards_match_the_whole_sequence(found: list[dict[str, Any]], name: str, size: str) -> None:
     limits = {"out": 1e-5, "lse": 1e-5, "query": 1e-5, "key": 1e-5, "value": 1e-5}
     others = 1e-5
     if name.endswith("float64"):
@@ -57,10 +57,10 @@ def test_the_shards_are_those_of_the_whole(found: list[dict[str, Any]], name: st
         # Results of single shards are rounded before they are merged.
         limits, others = dict.fromkeys(limits, 8e-3) | {"lse": 1e-5}, 5e-3
     elif name == "forget gate and ssmax, blocks":
-        # Sums of several hundred nats, each exact to 1e-4, which multiply the gradients of the logit scale.
+        # Sums of several hundred nats, each exact to 1e-4, enter the gradients of the logit scale.
         limits, others = dict.fromkeys(limits, 5e-5), 1e-3
     elif name == "spectral and key sink, far along":
-        # At position 2^19, attend() itself is as far from float64.
+        # At position 2^19, attend() itself has an equal error against float64.
         limits, others = dict.fromkeys(limits, 1e-4), 1e-2
     for process in found:
         errors = process["errors"][f"{name} / {size}"]
@@ -75,22 +75,22 @@ def test_two_runs_agree_bit_for_bit(found: list[dict[str, Any]]) -> None:
 
 
 @pytest.mark.slow
-def test_keys_travel_no_farther_than_they_are_read(found: list[dict[str, Any]]) -> None:
+def test_shards_are_sent_no_farther_than_their_last_reader(found: list[dict[str, Any]]) -> None:
     for process in found:
         assert process["skipping"]["hops"] == {
             "causal": [3, 2, 1, 0],
             "bidirectional": [3, 3, 3, 3],
             "zigzag": [3, 3, 3, 3],
             "window": [1, 1, 1, 0],
-            "window, bidirectional": [1, 3, 3, 3],  # to the process before it is all the way around
+            "window, bidirectional": [1, 3, 3, 3],  # the previous process is a full turn away
             "a document for each process": [0, 0, 0, 0],
             "padding": [0, 0, 1, 0],
         }
 
 
 @pytest.mark.slow
-def test_keys_that_weigh_nothing_are_not_computed(found: list[dict[str, Any]]) -> None:
-    """80 tokens in 4 runs: a slope of 8 nats per token leaves a query the 20 to 40 nearest keys."""
+def test_keys_of_weight_0_are_not_computed(found: list[dict[str, Any]]) -> None:
+    """80 tokens in 4 runs: with a slope of 8 nats per token, only the 20 to 40 nearest keys of a query matter."""
     calls = found[0]["skipping"]["calls"]
     assert [process["flat"] for process in calls] == [1, 2, 3, 4]
     assert [process["window"] for process in calls] == [1, 2, 2, 2]
@@ -98,22 +98,22 @@ def test_keys_that_weigh_nothing_are_not_computed(found: list[dict[str, Any]]) -
 
 
 @pytest.mark.slow
-def test_heads_leave_out_blocks_that_weigh_nothing(found: list[dict[str, Any]]) -> None:
-    for process in found[1:]:  # the first one sees no other's keys
+def test_heads_skip_blocks_of_weight_0(found: list[dict[str, Any]]) -> None:
+    for process in found[1:]:  # the first process sees no other process's keys
         shares = process["skipping"]["kept"]
         assert 0 < shares[0] < 0.7
         assert shares[1:] == [1.0, 1.0, 1.0]
 
 
 @pytest.mark.slow
-def test_all_compute_alike_where_kernels_of_one_are_wrong(found: list[dict[str, Any]]) -> None:
+def test_wrong_kernels_of_one_process_change_the_backend_of_all(found: list[dict[str, Any]]) -> None:
     for process in found:
         assert process["agreement"]
         assert {*process["agreement"]} == {"toeplitz"}
 
 
 @pytest.mark.slow
-def test_a_mistake_in_one_process_is_an_error_in_all(found: list[dict[str, Any]]) -> None:
+def test_a_mistake_in_one_process_raises_an_error_in_all(found: list[dict[str, Any]]) -> None:
     words = {
         "a place twice": "each place from 0 to 23 must occur once",
         "one has no tokens": "index must have shape (L_r,) with at least one token",
@@ -137,7 +137,7 @@ def test_a_mistake_in_one_process_is_an_error_in_all(found: list[dict[str, Any]]
 
 
 @pytest.mark.slow
-def test_a_process_that_does_not_call_is_an_error_in_the_others(found: list[dict[str, Any]]) -> None:
+def test_a_process_that_does_not_call_raises_an_error_in_the_others(found: list[dict[str, Any]]) -> None:
     for process in found[:-1]:
         backward, call = process["silence"]["said"]
         assert "of 4 got no keys from another process" in backward
@@ -154,7 +154,7 @@ def test_layouts_hold_every_place_once(layout: Any, length: int, size: int) -> N
     assert all(bool((shard[1:] > shard[:-1]).all()) for shard in shards)
 
 
-def test_zigzag_shares_out_causal_work() -> None:
+def test_zigzag_balances_causal_work() -> None:
     work = [int((shard_index(800, rank, 4) + 1).sum()) for rank in range(4)]
     assert max(work) == min(work)
     work = [int((shard_index(800, rank, 4, "contiguous") + 1).sum()) for rank in range(4)]
@@ -171,22 +171,22 @@ def test_zigzag_shares_out_causal_work() -> None:
         ("layout", (8, 0, 4, "striped")),
     ],
 )
-def test_impossible_shards(name: str, arguments: Any) -> None:
+def test_invalid_shards_are_refused(name: str, arguments: Any) -> None:
     with pytest.raises(ValueError, match=name):
         shard_index(*arguments)
 
 
 @pytest.fixture
 def alone(tmp_path: Path) -> Iterator[None]:
-    """A group of this process alone."""
+    """Create a group of this process alone."""
     dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'group'}", rank=0, world_size=1)
     yield
     dist.destroy_process_group()
 
 
 @pytest.mark.usefixtures("alone")
-def test_documents_and_padding_go_where_the_queries_are() -> None:
-    """shard_index() makes an index on the CPU, whatever device the model is on."""
+def test_documents_and_padding_move_to_the_device_of_the_queries() -> None:
+    """shard_index() returns an index on the CPU, whatever the device of the model."""
     index = shard_index(6, 0, 1)
     documents = torch.tensor([[0, 0, 0, 1, 1, 1]])
     sequence = ShardedSequence(index, document_ids=documents, key_padding_mask=torch.arange(6).unsqueeze(0) == 1)
@@ -212,7 +212,7 @@ def test_documents_and_padding_go_where_the_queries_are() -> None:
 
 
 @pytest.mark.usefixtures("alone")
-def test_a_prior_on_grids_is_not_for_a_sequence() -> None:
+def test_priors_on_grids_are_refused() -> None:
     x = torch.zeros(1, 2, 6, 4)
     with pytest.raises(ValueError, match=r"must be over a line, got 'spectral_2d'"):
         attend_across(x, x, x, Spectral2d(2), sequence=ShardedSequence(shard_index(6, 0, 1)), causal=False)
@@ -221,7 +221,7 @@ def test_a_prior_on_grids_is_not_for_a_sequence() -> None:
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.usefixtures("alone")
-def test_an_index_on_the_cpu_and_queries_on_cuda() -> None:
+def test_cpu_index_works_with_cuda_queries() -> None:
     torch.manual_seed(0)
     query, key, value = torch.randn(3, 2, 2, 40, 8, device="cuda", requires_grad=True).unbind()
     masks: dict[str, Any] = {

@@ -1,4 +1,4 @@
-"""The core needs torch alone: importing it loads nothing of the laboratory."""
+"""The core needs only torch, and importing it loads nothing of the laboratory."""
 
 import sys
 from types import SimpleNamespace
@@ -13,8 +13,8 @@ LABORATORY = ("transformers", "pydantic", "matplotlib", "rich", "typer", "tokeni
 
 @pytest.mark.slow
 def test_import_is_light() -> None:
-    """It loads nothing of the laboratory and no compiler (as slow as all the rest of torch)."""
-    # torch itself may import some of them (it looks for optional packages), so it is loaded first.
+    """Importing loads nothing of the laboratory and no compiler. A compiler takes as long as all of torch."""
+    # torch itself may import some of these modules (it looks for optional packages), so it is loaded first.
     program = (
         "import sys, torch; before = set(sys.modules)\n"
         "import attention_priors; assert 'torch._dynamo' not in sys.modules\n"
@@ -37,7 +37,7 @@ def test_works_without_triton() -> None:
     run_command([sys.executable, "-c", program])
 
 
-def test_attach_comes_when_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_attach_is_imported_on_demand(monkeypatch: pytest.MonkeyPatch) -> None:
     package = SimpleNamespace(attach=object())
     monkeypatch.setitem(sys.modules, "attention_priors.hf", package)
     assert attention_priors.attach is package.attach

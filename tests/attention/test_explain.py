@@ -1,4 +1,4 @@
-"""Which backend computes a call, and why."""
+"""explain() names the backend of a call and the reason."""
 
 from typing import Any
 
@@ -16,7 +16,7 @@ def engine(prior: Any = None, **options: Any) -> str:
     return explain(QUERY, KEY, VALUE, prior, **options).splitlines()[0]
 
 
-def test_which_engine() -> None:
+def test_engine_is_named() -> None:
     assert engine() == "lanes: without a prior, one call of PyTorch's attention is enough"
     assert engine(Laplace(4)) == "toeplitz: not all of the prior is factored"
     assert engine(Spectral(4)) == "lanes: all of the prior is factored"
@@ -26,7 +26,7 @@ def test_which_engine() -> None:
     assert engine(Laplace(4), backend="reference") == "reference: requested by name"
 
 
-def test_where_each_term_goes() -> None:
+def test_path_of_each_term_is_named() -> None:
     told = explain(
         QUERY, KEY, VALUE, Laplace(4) + KeySink(4, 64), key_bias=torch.zeros(1, 4, 300), null_logit=torch.zeros(4)
     )
@@ -38,7 +38,7 @@ def test_where_each_term_goes() -> None:
     assert "spectral: columns of queries and keys" in explain(QUERY, KEY, VALUE, Spectral(4))
 
 
-def test_pruning() -> None:
+def test_pruning_is_explained() -> None:
     prior = Laplace(4)
     long = torch.randn(1, 4, 600, 8)
     assert "tolerance: blocks of keys that together weigh less than 0.01 are pruned" in explain(
@@ -50,7 +50,7 @@ def test_pruning() -> None:
     assert "tolerance" not in explain(QUERY, KEY, VALUE, prior)
 
 
-def test_what_is_done_about_large_numbers() -> None:
+def test_treatment_of_large_numbers_is_explained() -> None:
     near = explain(QUERY, KEY, VALUE, Laplace(4))
     assert "float64" not in near
     assert "constant" not in near
@@ -62,13 +62,13 @@ def test_what_is_done_about_large_numbers() -> None:
     assert "rows are computed in float64, block by block" in explain(QUERY, KEY, VALUE, key_bias=-gates)
 
 
-def test_an_engine_that_is_asked_for_by_name_computes_or_says_why_not() -> None:
+def test_a_requested_backend_computes_or_gives_the_reason() -> None:
     with pytest.raises(ValueError, match="backend='lanes' cannot compute this: not all of the prior is factored"):
         explain(QUERY, KEY, VALUE, Laplace(4), backend="lanes")
 
 
 def test_a_plan_is_static() -> None:
-    """It can be hashed, holds no tensors, and is equal for problems that differ in numbers alone."""
+    """A plan is hashable, holds no tensors, and is equal for problems that differ only in numbers."""
     prior = GeneralizedGaussian(4) + KeySink(4, 64)
     plans = [make_plan(make_problem(x, KEY, VALUE, prior), "auto", need_lse=False) for x in (QUERY, QUERY + 1)]
     assert plans[0] == plans[1]

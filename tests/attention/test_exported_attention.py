@@ -1,4 +1,4 @@
-"""attend() alone in programs of torch.export and in ONNX: any length, PyTorch's own operators, no package of ours."""
+"""attend() in programs of torch.export and ONNX: any length, PyTorch's own operators, without this package."""
 
 import subprocess
 import sys
@@ -17,7 +17,7 @@ HEADS = 4
 
 
 class Attention(nn.Module):
-    """Module as a user would export it."""
+    """Module that a user would export."""
 
     def __init__(self, prior: Prior, backend: Backend = "auto") -> None:
         super().__init__()
@@ -58,7 +58,7 @@ def test_a_saved_program_runs_in_a_process_without_this_package(tmp_path: Path) 
     module = Attention(goat())
     program = exported(module)
     torch.export.save(program, tmp_path / "attention.pt2")
-    # Queries are not the last keys alone, and may be one: what was traced had other sizes.
+    # Queries are not only the last keys, and may be a single query. The traced sizes were different.
     cases = [inputs(*sizes) for sizes in ((1, 1, 1), (3, 1, 40), (2, 7, 7))]
     torch.save(cases, tmp_path / "cases.pt")
     script = (
@@ -73,7 +73,7 @@ def test_a_saved_program_runs_in_a_process_without_this_package(tmp_path: Path) 
         torch.testing.assert_close(found, module(*case), rtol=1e-5, atol=1e-5)
 
 
-def test_onnx_runtime(tmp_path: Path) -> None:
+def test_onnx_runtime_matches_pytorch(tmp_path: Path) -> None:
     onnxruntime = pytest.importorskip("onnxruntime")
     pytest.importorskip("onnxscript")
     module = Attention(goat() + Kerple(HEADS) + GeneralizedGaussian(HEADS, init="spread"))
@@ -89,6 +89,6 @@ def test_onnx_runtime(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("backend", ["toeplitz", "flex", "triton"])
-def test_backends_with_operators_of_their_own_say_that_they_cannot_be_exported(backend: Backend) -> None:
+def test_backends_with_custom_operators_refuse_export(backend: Backend) -> None:
     with pytest.raises(ValueError, match=rf"backend='{backend}' cannot .* exported program .* leave backend out"):
         exported(Attention(Laplace(HEADS), backend))

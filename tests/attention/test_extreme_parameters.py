@@ -1,4 +1,4 @@
-"""Nothing finite that goes in comes out as nan or infinity."""
+"""Finite inputs never give nan or infinite results."""
 
 from dataclasses import replace
 
@@ -37,7 +37,7 @@ def assert_finite(case: Case, backend: str) -> None:
 
 
 def extreme_case(dtype: torch.dtype, prior, seed: int, causal: bool) -> Case:
-    """Two sequences: one with left padding, so that its first queries see nothing, one that is all padding."""
+    """Two sequences: one with left padding, whose first queries see no key, and one of padding only."""
     generator = torch.Generator().manual_seed(seed)
     length = 33
     query, key, value = (3 * torch.randn(3, h, length, 8, generator=generator).to(dtype) for h in (4, 2, 2))
@@ -50,7 +50,7 @@ def extreme_case(dtype: torch.dtype, prior, seed: int, causal: bool) -> Case:
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", PRIORS)
-def test_random_extremes(name: str, dtype: torch.dtype) -> None:
+def test_random_extremes_give_finite_results(name: str, dtype: torch.dtype) -> None:
     @examples(2, f"{name} {dtype}")
     @given(st.data(), st.integers(0, 999), st.booleans(), st.booleans(), st.booleans())
     def check(data: st.DataObject, seed: int, causal: bool, padded: bool, scaled: bool) -> None:
@@ -78,10 +78,10 @@ def test_random_extremes(name: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("theta_beta", every_other_deep([-8.0, -1.0, 0.0, 1e-4, 1.0, 8.0], [-8.0, 1e-4, 8.0]))
 @pytest.mark.parametrize("theta_alpha", every_other_deep([-80.0, 0.0, 20.0, 80.0], [-80.0, 20.0, 80.0]))
 @pytest.mark.parametrize("causal", [True, False])
-def test_corners_of_the_generalized_gaussian(
+def test_corners_of_the_generalized_gaussian_give_finite_results(
     dtype: torch.dtype, theta_beta: float, theta_alpha: float, causal: bool
 ) -> None:
-    """β < 0 at distance 0 is the largest number there is: ``(1e-5)^-8 = 1e40``."""
+    """β < 0 at distance 0 gives the largest number: ``(1e-5)^-8 = 1e40``."""
     prior = GeneralizedGaussian(4, learn=True)
     with torch.no_grad():
         prior.theta_beta.fill_(theta_beta)
@@ -96,8 +96,8 @@ def test_corners_of_the_generalized_gaussian(
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("small_blocks", [None, 2])
 @pytest.mark.parametrize("backend", ["toeplitz", "blockwise", "auto", "reference"])
-def test_rows_that_see_nothing(dtype: torch.dtype, backend: str, small_blocks: int | None) -> None:
-    """A window that lies before all keys, padding, and queries before the first key."""
+def test_rows_without_visible_keys_give_zeros(dtype: torch.dtype, backend: str, small_blocks: int | None) -> None:
+    """A window before all keys, padding, and queries before the first key."""
     x = torch.randn(2, 2, 6, 4).to(dtype)
     padding = torch.tensor([[True] * 6, [False] * 6])
     far = torch.arange(6) + 100
@@ -124,7 +124,7 @@ def test_rows_that_see_nothing(dtype: torch.dtype, backend: str, small_blocks: i
 
 
 @pytest.mark.parametrize("small_blocks", [None, 2])
-def test_nothing_visible_has_no_gradient(small_blocks: int | None) -> None:
+def test_rows_without_visible_keys_have_no_gradient(small_blocks: int | None) -> None:
     x = torch.randn(1, 2, 4, 3)
     padding = torch.ones(1, 4, dtype=torch.bool)
     prior = GeneralizedGaussian(2, init="laplace", learn=True)

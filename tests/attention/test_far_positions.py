@@ -1,7 +1,7 @@
-"""The log-prior that is really applied, read off the attention weights, at positions up to 2^20.
+"""The applied log-prior, computed from the attention weights, at positions up to 2^20.
 
-For every key within 30 nats of its row's best one it is within 1e-4 nats of float64, or 1.6e-2 if outputs are in
-bfloat16 (1e-2 in float16).
+For every key within 30 nats of the best key of its row, it is within 1e-4 nats of float64. The limit is 1.6e-2 for
+outputs in bfloat16 and 1e-2 in float16.
 """
 
 from __future__ import annotations
@@ -38,18 +38,20 @@ pytestmark = pytest.mark.usefixtures("both_ways")
 
 FAR = 2**20
 REACH = 30.0
-"""Nats below a row's best key up to which keys count."""
+"""Largest distance in nats from the best key of a row at which keys count."""
 TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-4, torch.bfloat16: 4 * 2.0**-8, torch.float16: 1e-2}
-"""Of the difference of two weights. A weight in bfloat16 is rounded twice: in its tile, and where tiles are merged."""
+"""Error of the difference of two weights. A weight in bfloat16 is rounded twice: in its tile, and where tiles are
+merged.
+"""
 FAR_RANGES = RANGES | {"log_slope": (-12.0, 0.5), "theta_mu": (-6.0, 6.0)}
 NAMES = [name for name in PRIORS if name != "none"]
 
 
-# ---- reading weights
+# ---- computing log-priors from weights
 
 
 def applied(case: Case) -> Tensor:
-    """The log-prior, scaled, of each pair in float64, ``-inf`` where hidden, ``(B, H, Lq, Lk)``."""
+    """Return the scaled log-prior of each pair in float64, ``-inf`` where hidden, ``(B, H, Lq, Lk)``."""
     assert case.prior is not None
     with torch.no_grad():
         visible = visibility_of(case)
@@ -63,20 +65,21 @@ def applied(case: Case) -> Tensor:
 
 
 def worst(case: Case, exact: Tensor, content: Tensor, columns: Tensor, dtype: torch.dtype, backend: str) -> Tensor:
-    """The largest error of the applied log-prior relative to each row's best key, and of the log-sum-exp, in nats.
+    """Return the largest error of the applied log-prior, relative to the best key of each row, and of the log-sum-exp,
+    in nats.
 
     Args:
-        case: whose output at place ``c`` is a multiple of the weight of key ``columns[c]``.
-        exact: what :func:`applied` gave.
-        content: what the products of queries and keys, scaled, are.
-        columns: keys whose weights are read.
-        dtype: of the case.
-        backend: to look at.
+        case: Case whose output at place ``c`` is a multiple of the weight of key ``columns[c]``.
+        exact: Result of :func:`applied`.
+        content: Scaled products of queries and keys.
+        columns: Keys whose weights are read.
+        dtype: Dtype of the case.
+        backend: Backend under test.
     """
     out, lse = case.attend(backend)
     total = content + exact
     right = total.logsumexp(-1)
-    # float16 ends at 6e-5, and content lifts keys only where there is some.
+    # float16 ends at 6e-5. Content lifts keys only if the case has content.
     reach = 9.0 if dtype == torch.float16 and not content.any() else REACH
     read, sums = exact[..., columns], total[..., columns]
     inside = (
@@ -96,7 +99,7 @@ def worst(case: Case, exact: Tensor, content: Tensor, columns: Tensor, dtype: to
 
 
 def reading(case: Case, dtype: torch.dtype, lifted: bool) -> tuple[Case, Tensor, Tensor]:
-    """The case with values that show weights; content that lifts all keys to the row's best one, or none."""
+    """Return the case with values that show weights. Content lifts all keys to the row's best key, or is zero."""
     batch, kv_heads, number, _ = case.key.shape
     exact = applied(case)
     content = torch.zeros_like(exact)
@@ -115,7 +118,7 @@ def reading(case: Case, dtype: torch.dtype, lifted: bool) -> tuple[Case, Tensor,
 
 @st.composite
 def far_positions(draw: st.DrawFn, batch: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Of queries and of keys."""
+    """Positions of queries and keys."""
     number, queries = draw(st.integers(1, 32)), draw(st.integers(1, 12))
     kind = draw(st.sampled_from(["own", "behind", "clusters", "clusters", "per batch"]))
     start = draw(st.sampled_from([0, FAR // 3, FAR - 1]) | st.integers(0, FAR - 1))
@@ -140,7 +143,7 @@ def far_positions(draw: st.DrawFn, batch: int, generator: torch.Generator) -> tu
 
 @st.composite
 def far_priors(draw: st.DrawFn, name: str, heads: int, causal: bool, generator: torch.Generator) -> Prior:
-    """The named prior; scales of a Generalized Gaussian up to 2^20 tokens, any training length of a sink."""
+    """Return the named prior. A Generalized Gaussian's scales reach 2^20; a sink has any training length."""
     names = draw(SUMMANDS) if name == "sum" else [name]
     descriptions = [draw(prior_descriptions(each, causal)) for each in names]
     for description in descriptions:
@@ -157,7 +160,7 @@ def far_priors(draw: st.DrawFn, name: str, heads: int, causal: bool, generator: 
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_given_positions(name: str) -> None:
+def test_log_priors_at_given_positions_are_exact(name: str) -> None:
     @examples(5, name)
     @given(st.data(), st.integers(0, 999), st.booleans())
     def check(data: st.DataObject, seed: int, causal: bool) -> None:
@@ -187,13 +190,13 @@ def test_given_positions(name: str) -> None:
 
 
 def chosen_keys(exact: Tensor, number: int = 12) -> Tensor:
-    """The best keys of each of a few rows, the next ones within reach, and the first and last of all."""
+    """Return the best keys of a few rows, the next keys within reach, and the first and last keys."""
     best = exact.topk(min(number, exact.shape[-1]), dim=-1).indices.flatten()
     return torch.cat([best, torch.tensor([0, 1, exact.shape[-1] - 1])]).unique()
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_one_query_and_a_long_cache(name: str) -> None:
+def test_one_query_with_a_long_cache_is_exact(name: str) -> None:
     @examples(2, name)
     @given(st.data(), st.integers(0, 999), st.sampled_from([0.0, 0.3, -0.05]))
     def check(data: st.DataObject, seed: int, strength: float) -> None:
@@ -207,7 +210,7 @@ def test_one_query_and_a_long_cache(name: str) -> None:
         exact = applied(case)
         columns = chosen_keys(exact)
         value = torch.zeros(1, 1, 2**13, len(columns), dtype=dtype)
-        # Weights of very many keys are small: to float16, lift them.
+        # Weights of many keys are too small for float16, so content lifts them.
         value[0, 0, columns, torch.arange(len(columns))] = 1024.0
         case = replace(case, value=value)
         for backend in case.backends():
@@ -219,7 +222,7 @@ def test_one_query_and_a_long_cache(name: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["generalized_gaussian", "spectral", "key_sink"])
-def test_a_cache_of_a_million_keys(name: str) -> None:
+def test_a_cache_of_a_million_keys_is_exact(name: str) -> None:
     generator = torch.Generator().manual_seed(0)
     prior: Prior = {
         "generalized_gaussian": GeneralizedGaussian(1, init="laplace", learn=True) + Window(1, FAR - 5),
@@ -258,8 +261,8 @@ PREFILL: dict[str, tuple[Prior, float]] = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", PREFILL)
-def test_prefill(name: str) -> None:
-    """Rows at the start, in the middle and at the end of one call; linear parts are large at one end or the other."""
+def test_prefill_is_exact(name: str) -> None:
+    """Rows at the start, in the middle and at the end of one call. Linear parts are large at one end or the other."""
     prior, strength = PREFILL[name]
     length, rows = 1500, torch.tensor([1, 40, 700, 1040, 1499])
     key = torch.zeros(1, 1, length, 1)
@@ -276,8 +279,8 @@ def test_prefill(name: str) -> None:
         assert error <= 1e-4, f"{backend}: {error:.2e}"
 
 
-def test_a_logit_scale_of_both_signs() -> None:
-    """It falls with the number of keys: from 1 for a text of one, through 0."""
+def test_a_logit_scale_of_both_signs_is_exact() -> None:
+    """The scale falls with the number of keys, from 1 for one key, through 0."""
     length, generator = 100_000, torch.Generator().manual_seed(0)
     padding = torch.zeros(2, length, dtype=torch.bool)
     padding[1, :-1] = True
@@ -290,7 +293,7 @@ def test_a_logit_scale_of_both_signs() -> None:
     assert float((found - expected).abs().max()) < 5e-6
 
 
-# ---- gradients where constants are taken out
+# ---- gradients with subtracted constants
 
 
 RECENTRED: dict[str, tuple[Prior, dict[str, Any]]] = {
@@ -337,7 +340,7 @@ RECENTRED: dict[str, tuple[Prior, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("name", RECENTRED)
-def test_gradients(name: str) -> None:
+def test_gradients_are_exact(name: str) -> None:
     prior, options = deepcopy(RECENTRED[name])
     generator = torch.Generator().manual_seed(0)
     for term in prior.terms():

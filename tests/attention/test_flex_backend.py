@@ -1,4 +1,4 @@
-"""``backend="flex"``: against the float64 reference, uncompiled with gradients, and compiled for the CPU."""
+"""``backend="flex"`` against the float64 reference: uncompiled with gradients, and compiled for the CPU."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from attention_priors.attention.flex import backend
 
 
 def why_not_compiled() -> str:
-    """Why FlexAttention cannot be compiled on this machine; empty if it can."""
+    """Reason why FlexAttention cannot be compiled on this machine. Empty if it can."""
     try:
         backend._check_cpu()
     except RuntimeError as error:
@@ -48,16 +48,16 @@ def why_not_compiled() -> str:
 compiled = pytest.mark.skipif(bool(why_not_compiled()), reason=why_not_compiled() or "compiles")
 
 
-# ---- the same graph, run by PyTorch's dense formula: gradients and log-sum-exp, which CPUs have only there
+# ---- the same graph, run by PyTorch's dense formula. On CPUs, only the formula has gradients and log-sum-exp
 
 
 def anywhere(query: Tensor, key: Tensor, value: Tensor) -> None:
-    """In place of PyTorch's check that no gradient is wanted on a CPU. (Dynamo does not trace a mock.)"""
+    """Replace PyTorch's check that no gradient is wanted on a CPU. (Dynamo does not trace a mock.)"""
 
 
 @contextmanager
 def uncompiled() -> Iterator[None]:
-    """Dynamo captures the graph as it does for a compiler; PyTorch's own reference runs it, backward pass included."""
+    """Let Dynamo capture the graph as for a compiler, and PyTorch's own reference run it, with its backward pass."""
     run: Callable[..., Any] = torch.compile(backend._attention, backend="eager", fullgraph=True, dynamic=True)
     with (
         mock.patch.object(backend, "_compiled", return_value=run),
@@ -71,16 +71,16 @@ def uncompiled() -> Iterator[None]:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", WITHOUT_NETWORKS)
 def test_values_and_gradients(name: str) -> None:
-    """FlexAttention's backward pass takes weights from a stored log-sum-exp, whose rounding they inherit."""
+    """FlexAttention's backward pass computes weights from a stored log-sum-exp and inherits its rounding."""
     compared = 0
 
-    @examples(2 if name == "generalized_gaussian" else 1, name)  # the gradients of its first are not compared
+    @examples(2 if name == "generalized_gaussian" else 1, name)  # gradients of the first case are not compared
     @given(cases(name, longest=40))
     def check(case: Case) -> None:
         nonlocal compared
-        assume(case.key.shape[2] > 1)  # the simplest case is not worth a graph
+        assume(case.key.shape[2] > 1)  # the simplest case needs no graph
         if case.query_positions is not None or case.key_positions is not None:
-            case = replace(case, key_bias=None)  # it is refused
+            case = replace(case, key_bias=None)  # FlexAttention refuses it
         exact = case.to(torch.float64)
         expected = compute(exact, "reference")
         cotangents = Cotangents.of(expected.out, expected.lse)
@@ -94,7 +94,7 @@ def test_values_and_gradients(name: str) -> None:
         for part, error in found.items():
             inherited = 4 * ROUNDING * largest if part in expected.grads else 0.0
             if case.key_bias is not None and case.attn_mask is not None:
-                inherited += ROUNDING * largest  # scores are less the best of all keys, which a mask may hide
+                inherited += ROUNDING * largest  # scores are relative to the best of all keys, which a mask may hide
             compared += part in expected.grads
             assert error <= tolerance + inherited, f"{part}: {error:.2e} > {tolerance:.2e} + {inherited:.2e}"
 
@@ -106,7 +106,7 @@ def largest_lse(result: Result) -> float:
     return float(result.lse.masked_fill(torch.isneginf(result.lse), 0.0).abs().max())
 
 
-# ---- compiled for the CPU. Each shape and each kind of mask costs seconds, so many cases share few of them.
+# ---- compiled for the CPU. Each shape and each kind of mask takes seconds, so many cases share few shapes and masks
 
 
 SHAPE = {"batch": 2, "heads": 4, "kv_heads": 2, "head_dim": 16, "value_dim": 8}
@@ -116,7 +116,7 @@ BELOW = 128
 
 @st.composite
 def alike(draw: st.DrawFn, name: str, *, longest: int = BELOW, shortest: int = 2, **fixed: Any) -> Case:
-    """Problems for which FlexAttention is compiled once."""
+    """Problems that share one compilation of FlexAttention."""
     generator = torch.Generator().manual_seed(draw(st.integers(0, 2**20)))
     lengths = st.integers(shortest, longest)
     num_queries, num_keys = (longest, longest) if draw(st.booleans()) else (draw(lengths), draw(lengths))
@@ -153,7 +153,7 @@ def check_against_reference(case: Case) -> None:
     with torch.no_grad():
         expected, lse = case.to(torch.float64).attend("reference")
         out = attend(case.query, case.key, case.value, case.prior, **case.options(), backend="flex")
-    tolerance = 2 * float32_tolerance(case)  # PyTorch's exponential there is good to about 2^-20
+    tolerance = 2 * float32_tolerance(case)  # PyTorch's exponential there has a relative error of about 2^-20
     assert out.dtype == case.query.dtype
     assert out.shape == expected.shape
     assert not out[torch.isneginf(lse)].any(), "a row that sees nothing gives zeros"
@@ -165,8 +165,8 @@ STATIONARY = [name for name in WITHOUT_NETWORKS if name not in ("none", "key_sin
 
 @compiled
 @pytest.mark.slow
-def test_compiled_tables() -> None:
-    """One compilation for every stationary prior, causal or not, with documents, padding or positions."""
+def test_compiled_tables_match_the_reference() -> None:
+    """One compilation serves every stationary prior, causal or not, with documents, padding or positions."""
     before = number_of_compilations()
     for name in STATIONARY:
 
@@ -185,7 +185,7 @@ def number_of_compilations() -> int:
 
 @compiled
 @pytest.mark.slow
-def test_compiled_lanes_and_logit_scale() -> None:
+def test_compiled_factors_and_logit_scale_match_the_reference() -> None:
     scale = SSMax(4)
 
     @examples(3)
@@ -200,9 +200,9 @@ def test_compiled_lanes_and_logit_scale() -> None:
 
 
 @compiled
-@pytest.mark.deep  # uncompiled, test_values_and_gradients has such masks and scales
-def test_compiled_dense_mask_and_scaled_content() -> None:
-    """Several blocks of queries and keys; the mask hides and adds."""
+@pytest.mark.deep  # uncompiled, test_values_and_gradients covers such masks and scales
+def test_compiled_dense_mask_and_scaled_content_match_the_reference() -> None:
+    """Several blocks of queries and keys. The mask hides keys and adds a bias."""
     scale = SSMax(4, init=0.3, include_prior=False)
 
     @examples(2)
@@ -218,7 +218,7 @@ def test_compiled_dense_mask_and_scaled_content() -> None:
 
 
 KEPT = ((4, 1), (2, 1100), (2, 1100))
-"""Heads and lengths of a query, and of the keys and values kept."""
+"""Heads and lengths of queries, and of cached keys and values."""
 
 
 @pytest.mark.slow
@@ -232,8 +232,8 @@ KEPT = ((4, 1), (2, 1100), (2, 1100))
         pytest.param(GeneralizedGaussian(4, init="spread"), False, marks=pytest.mark.deep),
     ],
 )
-def test_compiled_decoding(prior: Prior, in_documents: bool) -> None:
-    """One query has a kernel of its own; some of its parts of the keys may be out of sight."""
+def test_compiled_decoding_matches_the_reference(prior: Prior, in_documents: bool) -> None:
+    """One query has a separate kernel. Parts of its keys may be hidden."""
     documents = torch.arange(1100).ge(900).long().expand(2, -1) if in_documents else None
     generator = torch.Generator().manual_seed(0)
     query, key, value = (torch.randn(2, heads, n, 16, generator=generator) for heads, n in KEPT)
@@ -242,8 +242,8 @@ def test_compiled_decoding(prior: Prior, in_documents: bool) -> None:
 
 @compiled
 @pytest.mark.slow
-def test_compiled_half_precision() -> None:
-    """Queries, keys and values are all that is rounded: logit scale and prior meet float32 scores."""
+def test_compiled_half_precision_rounds_only_queries_keys_and_values() -> None:
+    """Only queries, keys and values are rounded. Logit scale and prior meet float32 scores."""
     generator = torch.Generator().manual_seed(0)
     query, key, value = (torch.randn(2, 4, 300, 16, generator=generator).bfloat16() for _ in "qkv")
     case = Case(query, key, value, GeneralizedGaussian(4, init="spread"), logit_scale=SSMax(4, init=0.4))
@@ -252,14 +252,14 @@ def test_compiled_half_precision() -> None:
         out = attend(query, key, value, case.prior, logit_scale=case.logit_scale, backend="flex")
     assert out.dtype == torch.bfloat16
     error = (out.double() - expected).square().mean().sqrt()
-    # The output's own rounding, of at most half a step, is most of it.
+    # Most of it is the output's own rounding, of at most half a step.
     assert float(error) <= torch.finfo(torch.bfloat16).eps / 2 * float(expected.square().mean().sqrt())
 
 
 @pytest.mark.slow
 @compiled
-def test_mods_in_a_callers_flex_attention() -> None:
-    """The documentation's example: a prior, its masks, and a mask of the caller's own."""
+def test_mods_work_in_a_custom_flex_attention() -> None:
+    """The documentation's example: a prior, its masks and a custom mask."""
     length, prefix = 150, 20
     prior = GeneralizedGaussian(2, init="spread")
 
@@ -277,7 +277,7 @@ def test_mods_in_a_callers_flex_attention() -> None:
     torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-5)
 
 
-# ---- what is refused, before any work
+# ---- arguments refused before any work
 
 
 X = torch.randn(1, 2, 5, 8)
@@ -297,7 +297,7 @@ X = torch.randn(1, 2, 5, 8)
         ("attn_mask", {"attn_mask": torch.zeros(5, 5, requires_grad=True)}),
     ],
 )
-def test_refused_on_cpus(name: str, changes: dict[str, Any]) -> None:
+def test_unsupported_arguments_are_refused_on_cpus(name: str, changes: dict[str, Any]) -> None:
     arguments: dict[str, Any] = {"query": X, "key": X, "value": X, "prior": Laplace(2)} | changes
     with (
         mock.patch.object(backend, "_attend", side_effect=AssertionError("work was done")),
@@ -308,13 +308,13 @@ def test_refused_on_cpus(name: str, changes: dict[str, Any]) -> None:
 
 
 @torch.no_grad()
-def test_needs_a_compiler() -> None:
+def test_a_missing_compiler_is_an_error() -> None:
     with inductor.patch({"cpp.cxx": (None, "no-such-compiler")}), pytest.raises(RuntimeError, match=r"C\+\+ compiler"):
         attend(X, X, X, Laplace(2), backend="flex")
 
 
 @torch.no_grad()
-def test_needs_vector_units() -> None:
+def test_missing_vector_units_are_an_error() -> None:
     nowhere = mock.patch.object(torch.cpu, "_is_avx2_supported", return_value=False)
     with nowhere, pytest.raises(RuntimeError, match="AVX2"):
         attend(X, X, X, Laplace(2), backend="flex")
@@ -322,8 +322,8 @@ def test_needs_vector_units() -> None:
 
 @compiled
 @torch.no_grad()
-def test_never_the_dense_formula() -> None:
-    """Where torch.compile is switched off, FlexAttention would fall back to it without a word."""
+def test_flex_never_falls_back_to_the_dense_formula() -> None:
+    """With torch.compile switched off, FlexAttention would silently use the dense formula."""
     with torch.compiler.set_stance("force_eager"), pytest.raises(RuntimeError, match=r"torch\.compile"):
         attend(X, X, X, Laplace(2), backend="flex")
 
@@ -331,8 +331,8 @@ def test_never_the_dense_formula() -> None:
 @compiled
 @torch.no_grad()
 @pytest.mark.slow
-def test_inside_a_compiled_function() -> None:
-    """A graph break, and the same result; with ``fullgraph=True``, PyTorch says why it cannot."""
+def test_flex_works_inside_a_compiled_function() -> None:
+    """A graph break keeps the result. With ``fullgraph=True``, PyTorch's error explains the reason."""
     query = torch.randn(2, 4, 90, 16)
     prior = Laplace(4)
 
@@ -350,8 +350,8 @@ def test_inside_a_compiled_function() -> None:
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("name", WITHOUT_NETWORKS)
-def test_on_cuda(name: str) -> None:
-    """Compiled forward and backward pass, log-sum-exp and parameters' gradients."""
+def test_values_and_gradients_on_cuda(name: str) -> None:
+    """Compiled forward and backward pass, log-sum-exp and gradients of parameters."""
 
     @examples(2, name)
     @given(alike(name, longest=300, shortest=100, logit_scale=SSMax(4, init=0.3)))

@@ -1,4 +1,4 @@
-"""``flex_score_mod`` and ``flex_mask_mod``, read at every pair of a query and a key, against the float64 formula."""
+"""``flex_score_mod`` and ``flex_mask_mod``, evaluated at every pair, against the float64 formula."""
 
 from typing import Any
 from unittest import mock
@@ -28,7 +28,7 @@ from attention_priors.priors import Axial, grid_positions
 
 
 def mod_options(case: Case) -> dict[str, Any]:
-    """The arguments that a case has in common with both functions."""
+    """Return the arguments that both functions accept."""
     names = ("causal", "query_positions", "key_positions", "document_ids", "key_padding_mask")
     return {name: getattr(case, name) for name in names}
 
@@ -39,18 +39,18 @@ def sizes(case: Case) -> tuple[int, int, int, int]:
 
 
 def everywhere(mod: Any, size: tuple[int, int, int, int], *scores: Tensor) -> Tensor:
-    """A ``score_mod`` or ``mask_mod`` at every batch, head, query and key."""
+    """Evaluate a ``score_mod`` or ``mask_mod`` at every batch, head, query and key."""
     indices = [torch.arange(n).view(-1, *(1,) * (3 - place)) for place, n in enumerate(size)]
     return mod(*scores, *indices).expand(size)
 
 
 def up_to_rows(prior: Prior) -> bool:
-    """Whether a constant per query is left out."""
+    """Return whether the prior's scores omit a constant per query."""
     return any(Structure.STATIONARY not in term.structure for term in prior.terms())
 
 
 @pytest.mark.parametrize("name", [name for name in WITHOUT_NETWORKS if name != "none"])
-def test_scores(name: str) -> None:
+def test_scores_match_the_formula(name: str) -> None:
     @examples(6, name)
     @given(cases(name, longest=60, masks=False, keyed=False))
     def check(case: Case) -> None:
@@ -79,7 +79,7 @@ def test_scores(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", WITHOUT_NETWORKS)
-def test_masks(name: str) -> None:
+def test_masks_match_the_formula(name: str) -> None:
     @examples(6, name)
     @given(cases(name, longest=60, masks=False, keyed=False))
     def check(case: Case) -> None:
@@ -93,8 +93,8 @@ def test_masks(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in WITHOUT_NETWORKS if name not in ("none", "uniform", "window")])
-def test_gradients_of_scores(name: str) -> None:
-    """What reaches the parameters, through tables and lanes; as after a softmax, a row's gradients add up to 0."""
+def test_gradients_of_scores_reach_the_parameters(name: str) -> None:
+    """Gradients reach parameters through tables and factors. As after a softmax, the gradients of a row sum to 0."""
 
     @examples(3, name)
     @given(cases(name, longest=40, masks=False, keyed=False))
@@ -108,7 +108,7 @@ def test_gradients_of_scores(name: str) -> None:
         found = everywhere(mod, size, torch.zeros(()))
         exact, _ = case.prior.bias_and_visibility(*positions_of(case), torch.float64)
         exact = exact.expand(size)
-        # A bias of -1e30 nats would drown the gradients of all others.
+        # A bias of -1e30 nats would dominate the gradients of all others.
         cotangent = torch.randn(size, generator=torch.Generator().manual_seed(0)) / (1 + exact.detach().abs())
         if up_to_rows(case.prior):
             cotangent = cotangent - cotangent.mean(-1, keepdim=True)
@@ -126,8 +126,8 @@ def test_gradients_of_scores(name: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in WITHOUT_NETWORKS if name != "none"])
 @pytest.mark.parametrize("start", [2**16, 2**20 - 60])
-def test_far_positions(name: str, start: int) -> None:
-    """The log-prior that is applied, up to a constant per row, is within 1e-4 nats or float32's rounding of float64."""
+def test_scores_at_far_positions_are_exact(name: str, start: int) -> None:
+    """The applied log-prior, up to a constant per row, is within 1e-4 nats or float32's rounding of float64."""
 
     @examples(2, f"{name} {start}")
     @given(st.data(), st.integers(0, 999), st.booleans())
@@ -135,7 +135,7 @@ def test_far_positions(name: str, start: int) -> None:
         prior = data.draw(priors(name, 2, causal, torch.Generator().manual_seed(number)))
         assert prior is not None
         queries = torch.arange(start, start + 60)
-        # The first keys of the text, some between, and the last ones.
+        # The first and last keys of the text, and some between.
         keys = torch.cat([torch.arange(40), torch.arange(40, start, start // 40), queries])
         mod = flex_score_mod(prior, len(queries), len(keys), causal=causal, query_positions=queries, key_positions=keys)
         found = everywhere(mod, (1, 2, len(queries), len(keys)), torch.zeros(()))[0].double().detach()
@@ -143,11 +143,11 @@ def test_far_positions(name: str, start: int) -> None:
         if causal:
             exact = exact.masked_fill(keys > queries.unsqueeze(-1), float("-inf"))
         top = exact.amax(-1, keepdim=True)
-        # Numbers of 1e30 nats are not told from each other; nothing is within 30 nats of them but themselves.
+        # Float32 cannot distinguish numbers of 1e30 nats. Only such numbers are within 30 nats of them.
         near = (exact > top - 30) & (top > -1e4)
         row = (torch.where(near, found - exact, 0.0).sum(-1, keepdim=True)) / near.sum(-1, keepdim=True).clamp(min=1)
         error = torch.where(near, found - exact - row, 0.0).abs().max()
-        # Each term of a sum is rounded, and so is each of their partial sums.
+        # Each term of a sum is rounded, and so is each partial sum.
         largest = float(torch.where(near, exact, top).abs().max())
         rounding = len([*prior.terms()]) * torch.finfo(torch.float32).eps * largest
         assert float(error) <= max(1e-4, rounding)
@@ -159,7 +159,7 @@ def test_far_positions(name: str, start: int) -> None:
 
 
 def dense_blocks(mask: BlockMask, full: bool) -> Tensor:
-    """Which blocks of ``(B, 1, blocks, blocks)`` are listed, as partly or as wholly visible."""
+    """Return the listed blocks, ``(B, 1, blocks, blocks)``: partly or wholly visible."""
     number, indices = (mask.full_kv_num_blocks, mask.full_kv_indices) if full else (mask.kv_num_blocks, mask.kv_indices)
     assert number is not None
     assert indices is not None
@@ -169,8 +169,8 @@ def dense_blocks(mask: BlockMask, full: bool) -> Tensor:
 
 
 @pytest.mark.parametrize("name", ["none", "laplace", "window"])
-def test_blocks_hold_what_is_visible(name: str) -> None:
-    """No visible key lies outside of the listed blocks, and no hidden one in a block that is not masked."""
+def test_listed_blocks_hold_all_visible_keys(name: str) -> None:
+    """No visible key lies outside of the listed blocks, and every hidden key in them is in a masked block."""
 
     @examples(15, name)
     @given(cases(name, longest=60, masks=False, keyed=False))
@@ -198,7 +198,7 @@ def test_blocks_hold_what_is_visible(name: str) -> None:
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("window", [None, 1, 128, 200])
 def test_blocks_are_those_of_pytorch(num_queries: int, num_keys: int, causal: bool, window: int | None) -> None:
-    """Without documents the ranges of blocks are exact: nothing is computed that PyTorch would skip."""
+    """Without documents, the ranges of blocks are exact: no block is computed that PyTorch would skip."""
     prior = None if window is None else Window(2, window)
     geometry = mods._geometry((1, num_queries, num_keys), torch.device("cpu"), causal, None, None, None, None)
     visibility = mods.Visibility.of(prior, geometry)
@@ -210,8 +210,8 @@ def test_blocks_are_those_of_pytorch(num_queries: int, num_keys: int, causal: bo
 # ---- composition
 
 
-def test_masks_compose() -> None:
-    """A prefix that everyone sees, or-ed with a causal mask, and a mask of one's own."""
+def test_masks_compose_with_custom_masks() -> None:
+    """A prefix that all queries see, or-ed with a causal mask, and a custom mask."""
     length, prefix = 50, 7
     documents = torch.tensor([0] * 30 + [1] * 20).expand(2, -1)
 
@@ -229,8 +229,8 @@ def test_masks_compose() -> None:
     assert torch.equal(found, expected.expand(2, 1, -1, -1))
 
 
-def test_scores_are_right_under_masks_of_ones_own() -> None:
-    """Nothing in a ``score_mod`` counts on a causal mask, and visible keys are the caller's to count."""
+def test_scores_are_right_under_custom_masks() -> None:
+    """A ``score_mod`` does not assume a causal mask. The caller counts the visible keys."""
     prior, scale = RelativeBuckets(2, bidirectional=True, init="normal"), SSMax(2)
     counts = torch.randint(1, 9, (3, 20))
     mod = flex_score_mod(prior, 20, 30, logit_scale=scale, visible_keys=counts)
@@ -251,8 +251,8 @@ def test_grids_of_several_rows_are_refused(function: Any) -> None:
         function(prior, 12, 12, causal=False, query_positions=places, key_positions=places)
 
 
-def test_one_batch_serves_all() -> None:
-    """Without arguments that have a batch, any number of batches may be asked for."""
+def test_mods_without_batch_dimension_serve_any_batch() -> None:
+    """Without arguments that have a batch dimension, any batch size works."""
     mod, mask = flex_score_mod(Laplace(2), 5, 5), flex_mask_mod(Window(2, 2), 5, 5)
     scores = everywhere(mod, (7, 2, 5, 5), torch.zeros(()))
     assert torch.equal(scores, scores[:1].expand(7, -1, -1, -1))
@@ -283,7 +283,7 @@ BAD: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("case", BAD)
-def test_errors(case: str) -> None:
+def test_invalid_arguments_are_refused(case: str) -> None:
     name, changes = BAD[case]
     arguments: dict[str, Any] = {"prior": Laplace(2), "num_queries": 6, "num_keys": 6} | changes
     with pytest.raises(ValueError, match=name):

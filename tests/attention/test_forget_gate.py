@@ -1,4 +1,4 @@
-"""Gates that forget: their sums, documents, padding and beginnings, and attention with them as the papers have it."""
+"""Forget gates: their sums, documents, padding and starts, and attention with gates as defined in the papers."""
 
 from typing import Any
 
@@ -27,7 +27,9 @@ def hidden_states(batch: int, length: int, seed: int = 0) -> Tensor:
 
 
 def forgetting_attention(query: Tensor, key: Tensor, value: Tensor, log_forget: Tensor) -> Tensor:
-    """Forgetting Transformer, equation of the paper's section 3: ``d_ij = Σ_{l=j+1..i} ln f_l`` pair by pair."""
+    """Compute the equation of section 3 in the Forgetting Transformer paper: ``d_ij = Σ_{l=j+1..i} ln f_l``, pair
+    by pair.
+    """
     length = query.shape[2]
     rows = []
     for i in range(length):
@@ -38,7 +40,7 @@ def forgetting_attention(query: Tensor, key: Tensor, value: Tensor, log_forget: 
 
 
 @pytest.mark.parametrize(("kind", "log_forget"), [(ForgetGate, logsigmoid), (Cable, lambda x: -softplus(x))])
-def test_attention_and_gradients_as_the_paper_has_them(kind: type[ForgetGate], log_forget: Any) -> None:
+def test_attention_and_gradients_match_the_papers(kind: type[ForgetGate], log_forget: Any) -> None:
     gate, hidden = a_gate(kind, init=[1.0, -0.5]), hidden_states(2, 9).requires_grad_(True)
     query, key, value = (
         hidden_states(2, HEADS * 9, seed).view(2, HEADS, 9, WIDTH).requires_grad_(True) for seed in (1, 2, 3)
@@ -47,7 +49,7 @@ def test_attention_and_gradients_as_the_paper_has_them(kind: type[ForgetGate], l
     steps = log_forget(torch.einsum("blw,hw->blh", hidden, gate.weight) + gate.bias)
     expected = forgetting_attention(query, key, value, steps)
     found = attend(query, key, value, key_bias=gate(hidden))
-    # Gates are computed in float32, as the papers' code does.
+    # Gates are float32, as in the papers' code.
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
     weights = torch.randn_like(expected)
     for one, other in zip(
@@ -56,7 +58,7 @@ def test_attention_and_gradients_as_the_paper_has_them(kind: type[ForgetGate], l
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
 
 
-def test_cable_is_a_forget_gate_whose_weights_are_turned() -> None:
+def test_cable_is_a_forget_gate_with_negated_weights() -> None:
     cable, gate, hidden = a_gate(Cable, init=0.7), a_gate(init=-0.7), hidden_states(2, 7)
     with torch.no_grad():
         gate.weight.neg_()
@@ -64,8 +66,8 @@ def test_cable_is_a_forget_gate_whose_weights_are_turned() -> None:
 
 
 @given(owners=st.lists(st.integers(0, 3), min_size=1, max_size=12), seed=st.integers(0, 99))
-def test_each_document_has_a_sum_of_its_own(owners: list[int], seed: int) -> None:
-    """Wherever its tokens stand, and however many of them are given at a time."""
+def test_each_document_has_its_own_sum(owners: list[int], seed: int) -> None:
+    """Sums do not depend on the places of tokens or on the number of tokens per call."""
     gate, hidden, documents = a_gate(), hidden_states(1, len(owners), seed), torch.tensor([owners])
     whole = gate(hidden, document_ids=documents)
     for owner in set(owners):
@@ -77,13 +79,13 @@ def test_each_document_has_a_sum_of_its_own(owners: list[int], seed: int) -> Non
     torch.testing.assert_close(rest, whole[..., cut:], rtol=1e-12, atol=1e-12)
 
 
-def test_a_sum_goes_on_where_it_stood() -> None:
+def test_a_sum_continues_from_before() -> None:
     gate, hidden = a_gate(), hidden_states(2, 9)
     whole = gate(hidden)
     torch.testing.assert_close(gate(hidden[:, 4:], before=whole[..., 3:4]), whole[..., 4:], rtol=1e-12, atol=1e-12)
 
 
-def test_padding_forgets_nothing() -> None:
+def test_padding_does_not_change_the_sum() -> None:
     gate, hidden = a_gate(), hidden_states(2, 9)
     padding = torch.zeros(2, 9, dtype=torch.bool)
     padding[0, [0, 3, 4]] = True
@@ -92,7 +94,7 @@ def test_padding_forgets_nothing() -> None:
     torch.testing.assert_close(found[1], gate(hidden)[1])
 
 
-def test_a_gate_of_0_forgets_all_and_what_follows_keeps_its_digits() -> None:
+def test_a_gate_of_0_forgets_all_and_later_sums_stay_exact() -> None:
     gate, hidden = a_gate(init=30.0), hidden_states(1, 2000) * 0.01
     hidden[:, 1000] = -1e8 * gate.weight.detach().sum(0)
     found = gate(hidden)
@@ -106,7 +108,7 @@ def test_a_gate_of_0_forgets_all_and_what_follows_keeps_its_digits() -> None:
 
 
 @pytest.mark.parametrize("logit_scale", [None, SSMax(HEADS), SSMax(HEADS, include_prior=False)])
-def test_beside_a_prior_and_a_logit_scale(logit_scale: SSMax | None) -> None:
+def test_gates_combine_with_prior_and_logit_scale(logit_scale: SSMax | None) -> None:
     gate, hidden = a_gate(init=2.0), hidden_states(1, 30)
     query, key, value = (hidden_states(1, HEADS * 30, seed).view(1, HEADS, 30, WIDTH) for seed in (1, 2, 3))
     options: dict[str, Any] = {"logit_scale": logit_scale, "key_bias": gate(hidden)}
@@ -116,7 +118,7 @@ def test_beside_a_prior_and_a_logit_scale(logit_scale: SSMax | None) -> None:
     torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
 
 
-def test_descriptions() -> None:
+def test_configs_round_trip() -> None:
     gate = key_bias_from_config({"name": "cable", "init": [0.5, 1.0]}, HEADS, WIDTH)
     assert isinstance(gate, Cable)
     assert gate.to_config() == {"name": "cable", "num_heads": HEADS, "width": WIDTH, "init": [0.5, 1.0]}
@@ -127,6 +129,6 @@ def test_descriptions() -> None:
 
 
 @pytest.mark.parametrize("init", [float("nan"), [1.0], "fast", [0.0, None]])
-def test_starts_that_are_none(init: Any) -> None:
+def test_invalid_starts_are_refused(init: Any) -> None:
     with pytest.raises(ValueError, match="init must be a finite number, or a list of 2, got"):
         ForgetGate(HEADS, WIDTH, init)

@@ -1,4 +1,4 @@
-"""PTX for fragments of tiles, run here for the 32 lanes of a warp by a small interpreter."""
+"""PTX for fragments of tiles, interpreted here for the 32 lanes of a warp."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ROW, PAIR = LANES // 4, LANES % 4
 
 
 def run(text: str, operands: list[np.ndarray], memory: np.ndarray) -> list[np.ndarray]:
-    """Run PTX on all lanes: ``$`` names are operands, results first, and addresses count bytes of ``memory``."""
+    """Run PTX on all lanes. Names of operands start with ``$``, results first. Addresses count bytes of ``memory``."""
     registers: dict[str, np.ndarray] = {f"${index}": value for index, value in enumerate(operands)}
     size = memory.itemsize
 
@@ -67,7 +67,7 @@ def run(text: str, operands: list[np.ndarray], memory: np.ndarray) -> list[np.nd
 
 
 def of_lanes(tile: np.ndarray) -> list[np.ndarray]:
-    """Split 16 rows into what each lane holds, in the order of its registers."""
+    """Split 16 rows into the numbers of each lane, in the order of its registers."""
     return [
         tile[ROW + 8 * below, 8 * block + 2 * PAIR + right]
         for block in range(tile.shape[1] // 8)
@@ -77,7 +77,7 @@ def of_lanes(tile: np.ndarray) -> list[np.ndarray]:
 
 
 @pytest.mark.parametrize("columns", [32, 64, 128])
-def test_sums_of_diagonals(columns: int) -> None:
+def test_diagonals_are_summed(columns: int) -> None:
     generator = np.random.default_rng(0)
     tile = generator.standard_normal((16, columns)).astype(np.float32)
     place = np.arange(16)[:, None] - np.arange(columns)  # rises along a column, falls along a row
@@ -91,12 +91,12 @@ def test_sums_of_diagonals(columns: int) -> None:
 
 
 @pytest.mark.parametrize(("rows", "warps", "step"), [(64, 4, 1), (64, 4, -1), (128, 8, -1), (128, 4, 1)])
-def test_reads_of_tiles(rows: int, warps: int, step: int) -> None:
+def test_tiles_are_read_in_register_order(rows: int, warps: int, step: int) -> None:
     columns = 64
     table = np.random.default_rng(0).standard_normal(1000).astype(np.float32)
     entries = step * (np.arange(columns) - np.arange(rows)[:, None]) + 500
     for warp in range(warps):
-        # A warp's rows, of which each group of warps holds the next.
+        # Rows of a warp. The next group of warps holds the next rows.
         parts = [entries[16 * (warp + warps * part) :][:16] for part in range(rows // (16 * warps))]
         held = [numbers for part in parts for numbers in of_lanes(part)]
         assert len(held) == fragments.number_of(rows, columns, warps)

@@ -1,4 +1,4 @@
-"""Queries and keys on grids: tiles of a table of distances, against the dense formula in float64."""
+"""Queries and keys on grids: tiles of a distance table, against the dense formula in float64."""
 
 from typing import Any
 
@@ -29,7 +29,7 @@ PRIORS: dict[str, Any] = {
 
 def made(name: str, heads: int, seed: int) -> Prior:
     prior = prior_from_config(PRIORS[name], heads)
-    # Where a query sees nothing but its own place, steeper shapes leave no digits of the content.
+    # If a query sees only its own place, steeper shapes leave no digits of the content.
     randomize(prior, torch.Generator().manual_seed(seed), RANGES | {"theta_beta": (-1.0, 3.0)})
     return prior
 
@@ -37,7 +37,7 @@ def made(name: str, heads: int, seed: int) -> Prior:
 def results(
     prior: Prior, inputs: tuple[Tensor, ...], scale: SSMax | None, backend: Any, **options: Any
 ) -> list[Tensor]:
-    """Output, log-sum-exp and all gradients."""
+    """Compute output, log-sum-exp and all gradients."""
     leaves = [x.clone().requires_grad_() for x in inputs]
     parameters = [parameter for parameter in prior.parameters() if parameter.requires_grad]
     parameters += [] if scale is None else [scale.s]
@@ -60,7 +60,7 @@ def results(
     st.sampled_from([None, 3, 16]),
     st.data(),
 )
-def test_the_table_of_a_grid_is_the_formula(
+def test_the_table_of_a_grid_matches_the_formula(
     name: str,
     sizes: tuple[int, int, int],
     seed: int,
@@ -71,7 +71,7 @@ def test_the_table_of_a_grid_is_the_formula(
 ) -> None:
     rows, columns, outside = sizes
     keys = grid_positions(rows, columns, outside=outside)
-    # Queries are all of it, or some whole rows of it.
+    # Queries are the whole grid, or some of its rows.
     first = data.draw(st.integers(0, rows - 1)) if data.draw(st.booleans()) else None
     queries = keys if first is None else keys[outside + first * columns :]
     generator = torch.Generator().manual_seed(seed)
@@ -93,8 +93,8 @@ def test_the_table_of_a_grid_is_the_formula(
     "moved", every_other_deep([(0, 4), (0, 9), (3, 0), (-5, 2), (0, -4), (1, 0)], [(0, 4), (-5, 2), (0, -4)])
 )
 @pytest.mark.parametrize("causal", [True, False])
-def test_one_part_of_an_image_looks_at_another(moved: tuple[int, int], causal: bool) -> None:
-    """Both have tokens outside: these are at distance 0, which may lie amid those of the grid, not among them."""
+def test_one_part_of_an_image_attends_to_another(moved: tuple[int, int], causal: bool) -> None:
+    """Both parts have tokens outside the grid. Their distance is 0, which may lie amid the grid's distances."""
     keys = grid_positions(4, 4, outside=2)
     queries = keys.clone()
     queries[2:] += moved[0] * ROW + moved[1]
@@ -107,11 +107,11 @@ def test_one_part_of_an_image_looks_at_another(moved: tuple[int, int], causal: b
         with in_blocks_of(3):
             found = results(prior, inputs, None, "toeplitz", **options)
         for one, other in zip(found, expected, strict=True):
-            # Gradients of parameters are float32, and of numbers of positions, not of distances.
+            # Gradients of parameters are float32, and sum over positions, not distances.
             torch.testing.assert_close(one, other, rtol=3e-6, atol=1e-8)
 
 
-def test_images_of_different_sizes_in_one_batch() -> None:
+def test_images_of_different_sizes_share_a_batch() -> None:
     large, small = grid_positions(4, 6, outside=1), grid_positions(3, 5, outside=1)
     positions = torch.stack([large, torch.cat([small, small.new_zeros(9)])])
     padding = torch.zeros(2, 25, dtype=torch.bool)
@@ -129,7 +129,7 @@ def test_images_of_different_sizes_in_one_batch() -> None:
 
 @pytest.mark.parametrize("shape", [(17, 17), (1, 17), (2, 1, 17, 1), (2, 4, 17, 17)])
 @pytest.mark.parametrize("scaled", [False, True])
-def test_masks_are_cut_with_the_grid(shape: tuple[int, ...], scaled: bool) -> None:
+def test_masks_follow_the_grid(shape: tuple[int, ...], scaled: bool) -> None:
     positions = grid_positions(4, 4, outside=1)
     generator = torch.Generator().manual_seed(0)
     inputs = tuple(torch.randn(2, heads, 17, 8, generator=generator, dtype=torch.float64) for heads in (4, 2, 2))
@@ -147,7 +147,7 @@ def test_masks_are_cut_with_the_grid(shape: tuple[int, ...], scaled: bool) -> No
             torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-8)
 
 
-def test_some_patches_of_an_image() -> None:
+def test_subsets_of_patches_match_the_formula() -> None:
     kept = torch.tensor([0, 3, 4, 9, 11, 17, 20])
     positions = grid_positions(4, 5, outside=1)[kept]
     generator = torch.Generator().manual_seed(0)
@@ -173,11 +173,11 @@ def test_some_patches_of_an_image() -> None:
         (torch.arange(12), Raster(0, 0, 0, 1, 12)),
     ],
 )
-def test_what_a_grid_is(positions: Tensor, raster: Raster | None) -> None:
+def test_grids_are_recognised(positions: Tensor, raster: Raster | None) -> None:
     assert Raster.of(positions) == raster
 
 
-def test_a_table_has_a_number_for_each_distance_and_no_more() -> None:
+def test_a_table_has_one_number_per_distance() -> None:
     positions = grid_positions(64, 48, outside=1)
     geometry = make_geometry(
         batch=1, heads=1, num_queries=len(positions), num_keys=len(positions), device=torch.device("cpu"), causal=False,
@@ -203,7 +203,7 @@ def test_a_table_has_a_number_for_each_distance_and_no_more() -> None:
     ids=lambda part: getattr(part, "name", str(part)),
 )
 @pytest.mark.parametrize("options", every_other_deep(["", "lse", "padding", "scale", "all"], ["all"]))
-def test_compiled_too(prior: Prior | None, backend: Any, options: str) -> None:
+def test_compiled_grids_match_the_formula(prior: Prior | None, backend: Any, options: str) -> None:
     positions = grid_positions(3, 4, outside=1)
     if prior is not None:
         randomize(prior, torch.Generator().manual_seed(0))
@@ -228,7 +228,7 @@ def test_compiled_too(prior: Prior | None, backend: Any, options: str) -> None:
 
 
 @pytest.mark.parametrize("prior", [Spectral2d(2), KeySink2d(2, 3, 3)], ids=lambda prior: prior.name)
-def test_where_no_table_is_read_no_distances_are_listed(prior: Prior, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_distances_are_listed_without_a_table(prior: Prior, monkeypatch: pytest.MonkeyPatch) -> None:
     def list_distances(*_: Any) -> Any:
         raise AssertionError("distances were listed")
 

@@ -1,4 +1,4 @@
-"""bfloat16 and float16: as exact as plain attention with a dense float32 bias is in that dtype."""
+"""bfloat16 and float16 are as exact as plain attention with a dense float32 bias in that dtype."""
 
 from dataclasses import replace
 
@@ -18,7 +18,7 @@ LENGTH = 96
 
 
 def plain_attention(case: Case, cotangent: Tensor) -> dict[str, Tensor]:
-    """PyTorch's attention with the log-prior as a dense float32 mask: output and the gradients it has."""
+    """Compute PyTorch's attention with the log-prior as a dense float32 mask: output and gradients."""
     bias = torch.zeros(1, 1, LENGTH, LENGTH)
     if case.prior is not None:
         bias = case.prior.log_prior(*positions_of(case)).detach().float()
@@ -49,7 +49,7 @@ def half_case(name: str, dtype: torch.dtype, seed: int, causal: bool, data: st.D
 
 @pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.parametrize("name", PRIORS)
-def test_no_worse_than_plain_attention(name: str, dtype: torch.dtype) -> None:
+def test_errors_are_no_larger_than_in_plain_attention(name: str, dtype: torch.dtype) -> None:
     floor = torch.finfo(dtype).eps / 8
 
     @examples(2, f"{name} {dtype}")
@@ -58,7 +58,7 @@ def test_no_worse_than_plain_attention(name: str, dtype: torch.dtype) -> None:
         case = half_case(name, dtype, seed, causal, data)
         exact = case.to(torch.float64)
         first = compute(exact, "reference")
-        # What comes in is rounded for all; the log-sum-exp has no counterpart in plain attention.
+        # All inputs are rounded. Plain attention has no log-sum-exp to compare with.
         cotangents = Cotangents(Cotangents.of(first.out, first.lse).out.to(dtype).double(), torch.zeros_like(first.lse))
         expected = compute(exact, "reference", cotangents)
         plain = plain_attention(case, cotangents.out)
@@ -83,7 +83,7 @@ def test_no_worse_than_plain_attention(name: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.parametrize("name", [name for name in PRIORS if name not in ("none", "uniform", "window")])
 def test_priors_learn_in_float32(name: str, dtype: torch.dtype) -> None:
-    """The gradient of a prior's parameters is a float32 computation, even if queries and keys are not."""
+    """The gradient of a prior's parameters is computed in float32, also for queries and keys in half precision."""
 
     @examples(2, f"{name} {dtype}")
     @given(st.data(), st.integers(0, 999))

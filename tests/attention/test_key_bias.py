@@ -1,4 +1,4 @@
-"""Numbers of keys beside the prior: meaning, bad ones, precision, merging. `cases()` draws them for other tests."""
+"""Key biases beside the prior: meaning, errors, precision, merging. Other tests draw examples by `cases()`."""
 
 import math
 from typing import Any
@@ -22,11 +22,11 @@ def some(*shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
 
 
 def forgetting(gates: Tensor) -> Tensor:
-    """The sums of a forget gate, floored where a gate is 0."""
+    """Return the sums of a forget gate, floored where a gate is 0."""
     return -gates.log().clamp(min=-1e4).cumsum(-1)
 
 
-def test_it_is_added_to_the_prior() -> None:
+def test_key_bias_is_added_to_the_prior() -> None:
     query, key, value, bias = some(2, 4, 7, 4), some(2, 2, 9, 4), some(2, 2, 9, 5), some(2, 4, 9)
     mask = bias.unsqueeze(-2).expand(-1, -1, 7, -1)
     for scale in (None, SSMax(4, include_prior=False)):
@@ -38,13 +38,13 @@ def test_it_is_added_to_the_prior() -> None:
         torch.testing.assert_close(weights @ value.repeat_interleave(2, 1), expected)
 
 
-def test_one_for_each_head_of_the_keys_is_one_for_all_that_share_it() -> None:
+def test_key_bias_per_key_head_applies_to_all_its_query_heads() -> None:
     query, key, bias = some(1, 4, 5, 4), some(1, 2, 5, 4), some(1, 2, 5)
     expected = attend(query, key, key, key_bias=bias.repeat_interleave(2, 1))
     torch.testing.assert_close(attend(query, key, key, key_bias=bias), expected)
 
 
-def test_a_key_sink_is_one() -> None:
+def test_a_key_sink_is_a_key_bias() -> None:
     query, key = some(2, 2, 300, 4), some(2, 2, 300, 4)
     sink = KeySink(2, 64, init={"slope": [0.2, -0.3], "bump": 1.5})
     numbers = sink.log_prior_of_key(torch.arange(300), torch.float64).detach().expand(2, -1, -1)
@@ -57,8 +57,8 @@ def test_a_key_sink_is_one() -> None:
 @pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("gate", [0.9, 0.999])
 @pytest.mark.parametrize("beside", ["nothing", "alibi", "ggd and ssmax"])
-def test_log_weights_at_131072_tokens(gate: float, dtype: torch.dtype, compiled: bool, beside: str) -> None:
-    """Values that tell two keys from each other give the difference of their log-weights; queries are 0."""
+def test_log_weights_at_131072_tokens_are_exact(gate: float, dtype: torch.dtype, compiled: bool, beside: str) -> None:
+    """Values that distinguish two keys show the difference of their log-weights. Queries are 0."""
     length, heads = 2**17, 1
     rows = torch.tensor([5000, 70_003, length - 1])
     prior = {"alibi": Laplace(1, slopes=[0.01]), "ggd and ssmax": GeneralizedGaussian(1, init="laplace")}.get(beside)
@@ -67,7 +67,7 @@ def test_log_weights_at_131072_tokens(gate: float, dtype: torch.dtype, compiled:
     query, key = torch.zeros(1, heads, len(rows), 8, dtype=dtype), torch.zeros(1, heads, length, 8, dtype=dtype)
     apart = torch.tensor([0, 1, 3, 8, 20, 100])
     value = torch.zeros(1, heads, length, 8, dtype=dtype)
-    # Positions without a common offset: one query at a time, as it stands.
+    # Positions without a common offset: each query is computed alone.
     attention: Any = torch.compile(attend, backend="eager") if compiled else attend
     for number, row in enumerate(rows.tolist()):
         keys = slice(0, row + 1)
@@ -97,7 +97,7 @@ def test_log_weights_at_131072_tokens(gate: float, dtype: torch.dtype, compiled:
     st.sampled_from([0.0, 1.0]),
     st.sampled_from([40, 700]),
 )
-def test_gates_of_0_and_1_and_anything_between(seed: int, gate: float, other: float, length: int) -> None:
+def test_gates_from_0_to_1_match_the_reference(seed: int, gate: float, other: float, length: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     gates = torch.full((1, 2, length), gate, dtype=torch.float64)
     gates[torch.rand(gates.shape, generator=generator) < 0.1] = other
@@ -130,12 +130,12 @@ def test_compiled_without_a_graph_for_each_length() -> None:
         for function in (attention, compiled):
             out = function(query, key, value, bias)
             results.append([out, *torch.autograd.grad(out.square().sum(), [query, key, value, bias, *learned])])
-        # Short ones take another way when nothing is compiled: sums that cancel are rounded differently.
+        # Uncompiled short contexts use a fast path, whose cancelling sums round differently.
         torch.testing.assert_close(results[1], results[0], rtol=1e-5, atol=5e-5)
     assert counted.frame_count <= 2
 
 
-def test_halves_merge() -> None:
+def test_halves_of_the_keys_merge_by_log_sum_exp() -> None:
     query, key, value = some(1, 2, 8, 4), some(1, 2, 8, 4), some(1, 2, 8, 4)
     bias, places = forgetting(torch.full((1, 2, 8), 0.3, dtype=torch.float64)), torch.arange(8)
 
@@ -152,7 +152,7 @@ def test_halves_merge() -> None:
     torch.testing.assert_close((merged, lse), (whole, whole_lse))
 
 
-def test_prior_attention_takes_it() -> None:
+def test_prior_attention_accepts_a_key_bias() -> None:
     layer, x = PriorAttention(8, 2, prior=Laplace(2), batch_first=True), torch.randn(1, 5, 8)
     bias = torch.zeros(1, 2, 5)
     plain = layer(x, x, x, need_weights=False, is_causal=True)[0]
@@ -170,15 +170,15 @@ BAD = {
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_bad_ones(name: str) -> None:
+def test_invalid_key_biases_are_refused(name: str) -> None:
     bias, message = BAD[name]
     with pytest.raises(ValueError, match=message):
         attend(torch.zeros(1, 2, 4, 4), *torch.zeros(2, 1, 1, 4, 4), key_bias=bias)  # pyright: ignore[reportArgumentType, reportCallIssue]
 
 
 @pytest.mark.parametrize("num_queries", [1, 2, 700])
-def test_beside_a_table_and_under_wider_values(num_queries: int) -> None:
-    """Biases of keys are then a column of the keys, but for one query, whose keys are not widened."""
+def test_key_bias_combines_with_a_table_and_wider_values(num_queries: int) -> None:
+    """The key bias is then a column of the keys, except for one query, whose keys are not widened."""
     query, key, value = (some(1, 2, n, d, dtype=torch.float32) for n, d in ((num_queries, 7), (700, 7), (700, 12)))
     bias, prior, before = some(1, 2, 700).cumsum(-1), GeneralizedGaussian(2), key.clone()
     expected = attend(query, key, value, prior, key_bias=bias, backend="reference", return_lse=True)
@@ -191,8 +191,8 @@ def test_beside_a_table_and_under_wider_values(num_queries: int) -> None:
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize(("num_queries", "num_keys"), [(1, 9), (5, 9), (9, 9), (12, 9)])
 @pytest.mark.parametrize("documents", [False, True])
-def test_the_best_that_each_query_sees(num_queries: int, num_keys: int, causal: bool, documents: bool) -> None:
-    """More queries than keys, and padding at the start whose numbers mean nothing."""
+def test_the_best_visible_bias_is_subtracted(num_queries: int, num_keys: int, causal: bool, documents: bool) -> None:
+    """There are more queries than keys, and padding at the start, whose biases have no meaning."""
     if documents and num_queries > num_keys:
         return
     generator = torch.Generator().manual_seed(0)
@@ -210,8 +210,8 @@ def test_the_best_that_each_query_sees(num_queries: int, num_keys: int, causal: 
     assert torch.equal(found[seen], expected[seen])
 
 
-def test_a_document_in_several_runs_one_of_which_is_padding() -> None:
-    """Then the best of all keys is taken: near enough for float32."""
+def test_documents_in_several_runs_with_padding() -> None:
+    """The best bias of all keys is then subtracted, which is exact enough in float32."""
     documents, padding = torch.tensor([[0, 1, 1, 0, 1]]), torch.tensor([[False, True, True, False, False]])
     numbers = torch.tensor([[[3.0, 1e20, 1e20, 5.0, 4.0]]], dtype=torch.float64)
     geometry = Geometry(1, 1, 5, 5, torch.device("cpu"), True, None, None, documents, documents, padding)

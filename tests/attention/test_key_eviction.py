@@ -1,4 +1,4 @@
-"""Cached keys that no future query needs: the weight that any such query really gives them."""
+"""Eviction of cached keys that no future query needs, checked by the weights that such queries give them."""
 
 import math
 from typing import Any
@@ -24,13 +24,13 @@ STEEP = {
     "alpha": (-6.0, 6.0),
     "beta": (-6.0, 6.0),
 }
-"""Ranges of parameters that leave something to forget in short texts."""
+"""Ranges of parameters for which short texts have keys to evict."""
 
 
 def weights_of(
     query: torch.Tensor, key: torch.Tensor, prior: Prior, position: int, logit_scale: SSMax | None
 ) -> torch.Tensor:
-    """What a query at ``position`` gives to the keys up to it, ``(H, position + 1)``, in float64."""
+    """Return the weights of a query at ``position`` on the keys up to it, ``(H, position + 1)``, in float64."""
     group = len(query) // len(key)
     keys = key.repeat_interleave(group, dim=0).double()[:, : position + 1]
     logits = (keys @ query.double().unsqueeze(-1)).squeeze(-1) * query.shape[-1] ** -0.5
@@ -99,7 +99,7 @@ def test_future_queries_lose_no_more_than_the_tolerance(name: str) -> None:
 
 
 @pytest.mark.parametrize("include_prior", [True, False])
-def test_attention_without_the_forgotten_keys_is_as_close_as_promised(include_prior: bool) -> None:
+def test_attention_without_evicted_keys_is_within_the_tolerance(include_prior: bool) -> None:
     generator = torch.Generator().manual_seed(0)
     length, more, tolerance = 2048, 40, 1e-5
     key, value = (torch.randn(1, 2, length + more, 8, generator=generator, dtype=torch.float64) for _ in range(2))
@@ -132,7 +132,7 @@ def test_local_heads_need_few_keys() -> None:
     local, whole = forget[0].sum(-1).tolist()
     assert local >= 4096 - 512
     assert whole == 0
-    # Keys that a window has moved past have no weight at all.
+    # Keys outside a window have no weight.
     windowed = unneeded_keys(key, Laplace(2) + Window(2, 100), tolerance=1e-6, query_norm=6.0, final_length=8192)
     assert windowed.sum(-1).eq(4096 - 256).all()
 
@@ -153,7 +153,7 @@ def test_local_heads_need_few_keys() -> None:
         ({"key": torch.zeros(2, 8, 4)}, "key must be floating point"),
     ],
 )
-def test_impossible_arguments(change: dict[str, Any], message: str) -> None:
+def test_invalid_arguments_are_refused(change: dict[str, Any], message: str) -> None:
     arguments: dict[str, Any] = {
         "key": torch.zeros(1, 2, 8, 4),
         "prior": Laplace(2),

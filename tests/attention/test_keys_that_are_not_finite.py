@@ -1,4 +1,4 @@
-"""A key that is NaN or infinite changes no output and no log-sum-exp of a query that does not see the key."""
+"""A NaN or infinite key changes neither output nor log-sum-exp of a query that does not see the key."""
 
 import itertools
 import math
@@ -48,7 +48,7 @@ PRIORS: dict[str, Callable[[], Prior | None]] = {
 
 
 def hides(scene: str, length: int) -> tuple[dict[str, Any], list[int], Tensor]:
-    """Options of a case, keys that are not finite, and which queries see one of them, ``(B, L)``."""
+    """Options of a case, its keys that are not finite, and the mask of queries that see such a key, ``(B, L)``."""
     slots = torch.arange(length)
     options: dict[str, Any] = {}
     keys = [length // 2, length - 3]
@@ -78,7 +78,7 @@ def hides(scene: str, length: int) -> tuple[dict[str, Any], list[int], Tensor]:
 SCENES = ("future", "padding", "documents", "interleaved documents", "mask", "float mask", "gaps")
 SCENES_AND_KEYS = [*itertools.product(SCENES, BAD)]
 IN_QUICK_TESTS = [*((scene, math.nan) for scene in SCENES), ("future", math.inf), ("padding", -math.inf)]
-"""Not a number in every scene, and each infinity in one: what quick tests try."""
+"""NaN in every scene, and each infinity in one scene: the cases of quick tests."""
 
 
 def make_case(prior: Prior | None, length: int, **options: Any) -> Case:
@@ -96,13 +96,13 @@ def spoil(case: Case, keys: Any, bad: float) -> Case:
 def assert_others_unchanged(
     case: Case, keys: Any, bad: float, sees: Tensor, backend: Any, *, tolerance: float = 2e-5
 ) -> None:
-    """Queries ``sees`` leaves out have the output and the log-sum-exp that they have of good keys."""
+    """Assert that queries outside ``sees`` have the output and log-sum-exp that finite keys give."""
 
     def compute(case: Case) -> list[Tensor]:
         content, options = (case.query, case.key, case.value), case.options()
         with torch.no_grad():
             found = [attend(*content, case.prior, **options, backend=backend)]
-            if backend not in ("flex", "lanes"):  # which have no log-sum-exp on CPUs
+            if backend not in ("flex", "lanes"):  # they have no log-sum-exp on CPUs
                 found += attend(*content, case.prior, **options, return_lse=True, backend=backend)
         return found
 
@@ -115,13 +115,13 @@ def assert_others_unchanged(
 
 @pytest.mark.usefixtures("both_ways")
 @pytest.mark.parametrize("scene_and_key", every_other_deep(SCENES_AND_KEYS, IN_QUICK_TESTS), ids=str)
-def test_every_backend(scene_and_key: tuple[str, float]) -> None:
+def test_hidden_keys_change_nothing_in_any_backend(scene_and_key: tuple[str, float]) -> None:
     scene, bad = scene_and_key
     options, keys, sees = hides(scene, 40)
     for name, make_prior in PRIORS.items():
         prior = make_prior()
         if not options.get("causal", True) and name in ("sink", "buckets in a window"):
-            continue  # a slope of the keys, and buckets of the past, are for causal attention
+            continue  # key slopes and one-sided buckets need causal attention
         case = make_case(prior, 40, **options)
         backends = ["reference", "blockwise", "toeplitz", "auto"]
         backends += [backend for backend in case.backends(need_lse=False) if backend == "lanes"]
@@ -134,7 +134,7 @@ def test_every_backend(scene_and_key: tuple[str, float]) -> None:
 
 @pytest.mark.usefixtures("both_ways")
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
-def test_every_dtype(dtype: torch.dtype) -> None:
+def test_hidden_keys_change_nothing_in_any_dtype(dtype: torch.dtype) -> None:
     for name in ("ggd", "sink"):
         case = make_case(PRIORS[name](), 40).to(dtype)
         _, keys, sees = hides("future", 40)
@@ -142,8 +142,8 @@ def test_every_dtype(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.usefixtures("both_ways")
-def test_every_place() -> None:
-    """Vectorised kernels end in a few numbers of their own: none of the places may go unnoticed."""
+def test_hidden_keys_change_nothing_at_any_place() -> None:
+    """Vectorised kernels treat the last numbers of a row separately, so every place is tested."""
     case = make_case(Laplace(H), 53)
     for at in range(1, 53):
         sees = torch.arange(53).expand(B, -1) >= at
@@ -152,22 +152,22 @@ def test_every_place() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["none", "ggd", "sink and ggd"])
-def test_several_blocks_of_queries(name: str) -> None:
-    """Some of the queries beside the bad key, in a tile of their own, and others far behind."""
+def test_hidden_keys_change_nothing_in_several_blocks_of_queries(name: str) -> None:
+    """Some of the queries are beside the bad key, in a separate tile, and others far behind."""
     case = make_case(PRIORS[name](), 1500)
     for at in (1, 700, 1499):
         sees = torch.arange(1500).expand(B, -1) >= at
         assert_others_unchanged(case, at, math.nan, sees, "toeplitz")
 
 
-def test_keys_outside_a_window() -> None:
+def test_keys_outside_a_window_change_nothing() -> None:
     case = make_case(GeneralizedGaussian(H, init="spread") + Window(H, 9), 300)
     slots = torch.arange(300).expand(B, -1)
     for bad in BAD:
         assert_others_unchanged(case, 100, bad, (slots >= 100) & (slots < 109), "toeplitz")
 
 
-def test_rows_are_computed_again_a_block_at_a_time() -> None:
+def test_recomputation_is_blockwise() -> None:
     case = make_case(Laplace(H), 300)
     _, keys, sees = hides("future", 300)
     sizes = []
@@ -189,14 +189,14 @@ def test_rows_are_computed_again_a_block_at_a_time() -> None:
 
 
 def test_finite_problems_are_computed_once() -> None:
-    """A log-sum-exp of minus infinity, of rows that see nothing, does not make them computed again."""
+    """The log-sum-exp of rows without visible keys, minus infinity, does not cause recomputation."""
     padding = torch.arange(40).expand(B, -1) < torch.tensor([[0], [7]])
     for case in (make_case(Laplace(H), 40), make_case(Laplace(H), 40, key_padding_mask=padding)):
         with mock.patch.object(exact, "_attend", side_effect=AssertionError):
             attend(case.query, case.key, case.value, case.prior, **case.options(), backend="toeplitz")
 
 
-def test_queries_that_are_not_finite_stay_alone() -> None:
+def test_a_query_that_is_not_finite_changes_no_other_query() -> None:
     case = make_case(Laplace(H), 300)
     query = case.query.clone()
     query[:, :, 100] = math.nan
@@ -209,7 +209,7 @@ def test_queries_that_are_not_finite_stay_alone() -> None:
 
 
 @pytest.mark.parametrize("bad", BAD)
-def test_decoding_with_padding(bad: float) -> None:
+def test_padding_changes_nothing_in_decoding(bad: float) -> None:
     generator = torch.Generator().manual_seed(0)
     query, key, value = (torch.randn(B, h, n, D, generator=generator) for h, n in ((H, 1), (HKV, 300), (HKV, 300)))
     slots = torch.arange(300).expand(B, -1)
@@ -220,8 +220,8 @@ def test_decoding_with_padding(bad: float) -> None:
         assert_others_unchanged(case, slice(23, 39), bad, nobody, "auto")
 
 
-def test_columns_that_lie_apart() -> None:
-    """PyTorch adds the causal mask to a dense matrix there."""
+def test_strided_columns_stay_finite() -> None:
+    """PyTorch then adds the causal mask to a dense matrix."""
     case = make_case(None, 40)
     case = replace(case, query=case.query.mT.contiguous().mT, key=case.key.mT.contiguous().mT)
     _, keys, sees = hides("future", 40)
@@ -235,8 +235,8 @@ def test_columns_that_lie_apart() -> None:
 
 @pytest.mark.parametrize("with_bounds", [False, True])
 @pytest.mark.parametrize("bad", BAD)
-def test_pruned(bad: float, with_bounds: bool) -> None:
-    """A block of keys that is not finite has no bound: it is looked at, and the keys around it are, too."""
+def test_pruning_keeps_blocks_without_bounds(bad: float, with_bounds: bool) -> None:
+    """A block with a key that is not finite has no bound, so the block is computed."""
     case = make_case(Laplace(H, slopes=[2.0, 1.0, 0.5, 0.25]), 1400)
     for at in (900, 1399):
         sees = torch.arange(1400).expand(B, -1) >= at
@@ -261,7 +261,7 @@ def test_pruned(bad: float, with_bounds: bool) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("scene", ["future", "padding", "documents", "interleaved documents"])
-def test_triton(scene: str, device: str) -> None:
+def test_triton_ignores_hidden_keys(scene: str, device: str) -> None:
     options, keys, sees = hides(scene, 20)
     for bad in BAD if DEEP else [math.nan]:
         case = make_case(PRIORS["sink and ggd"](), 20, **options)
@@ -272,14 +272,14 @@ def test_triton(scene: str, device: str) -> None:
 @pytest.mark.slow
 @compiled
 @pytest.mark.parametrize("scene", every_other_deep(["future", "padding", "documents"], ["future"]))
-def test_flex(scene: str) -> None:
+def test_flex_ignores_hidden_keys(scene: str) -> None:
     options, keys, sees = hides(scene, 200)
     case = make_case(PRIORS["ggd"](), 200, **options)
     assert_others_unchanged(case, keys, math.nan, sees, "flex")
 
 
-def test_pieces_of_a_sharded_sequence() -> None:
-    """A bound that is NaN leaves no keys of another process out."""
+def test_a_bound_that_is_nan_skips_no_shard() -> None:
+    """A NaN bound does not skip keys of another process."""
     ring: Any = SimpleNamespace(tolerance=0.0)
     case = spoil(make_case(Laplace(H), 40), 3, math.nan)
     problem = make_problem(case.query, case.key, case.value, case.prior)

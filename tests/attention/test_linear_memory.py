@@ -1,4 +1,4 @@
-"""Long sequences: no matrix of queries by keys, forward or backward."""
+"""Long sequences allocate no matrix of queries by keys, forward or backward."""
 
 import pytest
 import torch
@@ -8,7 +8,7 @@ from attention_priors import GeneralizedGaussian, attend
 
 
 def largest_allocation(length: int, backend: str, **options: torch.Tensor) -> int:
-    """Bytes of the largest piece of memory that a forward and backward pass asks for."""
+    """Return the size in bytes of the largest allocation in a forward and backward pass."""
     generator = torch.Generator().manual_seed(0)
     query, key, value = (
         torch.randn(1, heads, length, 16, generator=generator, requires_grad=True) for heads in (2, 1, 1)
@@ -28,8 +28,8 @@ def largest_allocation(length: int, backend: str, **options: torch.Tensor) -> in
 
 
 @pytest.mark.slow
-def test_gaps_at_random() -> None:
-    """Nearly every pair has a distance of its own: a table of them would be a matrix."""
+def test_positions_with_random_gaps_need_linear_memory() -> None:
+    """Almost every pair has a distinct distance, so a table of distances would be as large as a matrix."""
     length = 4096
     positions = torch.randint(1, 10**6, (length,), generator=torch.Generator().manual_seed(0)).cumsum(0)
     options = {"query_positions": positions, "key_positions": positions}
@@ -37,24 +37,24 @@ def test_gaps_at_random() -> None:
 
 
 @pytest.mark.deep
-def test_16k_tokens() -> None:
+def test_16k_tokens_need_linear_memory() -> None:
     length = 16384
     assert largest_allocation(length, "toeplitz") < 4 * length * length // 8
 
 
 @pytest.mark.slow
-def test_blockwise() -> None:
-    """Its blocks are of one size whatever the length is."""
+def test_blocks_have_one_size() -> None:
+    """The size of blocks does not depend on the length."""
     length = 4096
     assert largest_allocation(length, "blockwise") < 4 * length * length // 2
 
 
 def test_the_measurement_sees_a_matrix() -> None:
-    """The dense formula does allocate it: the number above would notice."""
+    """The dense formula allocates a matrix, and the measurement shows it."""
     assert largest_allocation(512, "reference") >= 4 * 2 * 512 * 512
 
 
 def test_memory_grows_with_the_length() -> None:
-    """Twice the length, at most about twice the memory."""
-    largest_allocation(4096, "toeplitz")  # what a thread keeps for the next call is not counted
+    """Twice the length needs at most about twice the memory."""
+    largest_allocation(4096, "toeplitz")  # buffers that a thread keeps for the next call do not count
     assert largest_allocation(4096, "toeplitz") <= 2.2 * largest_allocation(2048, "toeplitz")

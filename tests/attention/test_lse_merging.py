@@ -1,4 +1,4 @@
-"""The log-sum-exp makes attention over parts of the keys into attention over all of them."""
+"""Attention over parts of the keys merges into attention over all keys by the log-sum-exp."""
 
 from dataclasses import replace
 from typing import Any
@@ -16,7 +16,7 @@ from attention_priors import GeneralizedGaussian, SSMax, attend
 
 
 def some_keys(case: Case, keys: slice) -> Case:
-    """The same queries over some of the keys."""
+    """Select some of the keys, with all queries."""
     queries, positions = positions_of(case)
     return replace(
         case,
@@ -38,7 +38,7 @@ def merge(parts: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
 
 @pytest.mark.parametrize("include_prior", [True, False])
 @pytest.mark.parametrize("backend", ["reference", "blockwise", "toeplitz", "auto"])
-def test_parts_with_a_logit_scale_merge_where_both_know_how_many_keys_there_are(backend, include_prior) -> None:
+def test_parts_with_a_logit_scale_merge_if_visible_keys_are_given(backend, include_prior) -> None:
     generator = torch.Generator().manual_seed(0)
     query, key, value = (torch.randn(2, 4, 40, 8, generator=generator, dtype=torch.float64) for _ in range(3))
     prior, scale = GeneralizedGaussian(4, init="spread"), SSMax(4, 0.7, include_prior=include_prior)
@@ -55,20 +55,20 @@ def test_parts_with_a_logit_scale_merge_where_both_know_how_many_keys_there_are(
     torch.testing.assert_close((out, lse), (whole, whole_lse))
     (found,), (expected,) = (torch.autograd.grad(x.square().sum(), [scale.s], retain_graph=True) for x in (out, whole))
     torch.testing.assert_close(found, expected)
-    # Counted each for itself, they are parts of nothing.
+    # Parts that count only their own keys do not merge.
     alone, _ = merge([solve(keys) for keys in (slice(0, 13), slice(13, None))])
     assert float((alone - whole).detach().abs().max()) > 0.01
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("name", PRIORS)
-def test_parts_merge_into_the_whole(name: str, dtype: torch.dtype) -> None:
+def test_parts_merge_into_the_whole_sequence(name: str, dtype: torch.dtype) -> None:
     @examples(4, name)
     @given(cases(name, longest=50, masks=False, scaled=False), st.floats(0, 1))
     def check(case: Case, where: float) -> None:
         case = replace(case, document_ids=None).to(dtype)
         if case.key_bias is not None and dtype == torch.float32:
-            # A float32 log-sum-exp cannot tell parts apart whose numbers are large.
+            # A float32 log-sum-exp cannot distinguish parts with large numbers.
             case = replace(case, key_bias=case.key_bias.clamp(-9, 9))
         case = replace(case, query_positions=positions_of(case)[0], key_positions=positions_of(case)[1])
         num_keys = case.key.shape[2]

@@ -1,4 +1,4 @@
-"""Tensors without numbers: ``attend`` gives shapes and dtypes, and computes nothing."""
+"""On meta tensors, ``attend`` returns shapes and dtypes, and computes nothing."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_shapes_and_dtypes(name: str, lengths_and_dtype: tuple[tuple[int, int], 
 
 
 @pytest.mark.parametrize("name", ["none", "laplace", "spectral"])
-def test_both_ways(name: str) -> None:
+def test_bidirectional_calls_have_shapes(name: str) -> None:
     made = PRIORS[name]()
     prior = None if made is None else made.to("meta")
     x = torch.empty(B, H, 20, D, device="meta")
@@ -100,7 +100,7 @@ def test_both_ways(name: str) -> None:
     assert attend_with_weights(x, x, x, prior, causal=False)[1].shape == (B, H, 20, 20)
 
 
-def test_grids() -> None:
+def test_priors_on_grids_have_shapes() -> None:
     prior = Axial(H, {"name": "laplace"}).to("meta")
     places = grid_positions(4, 5).to("meta")
     x = torch.empty(B, H, 20, D, device="meta", requires_grad=True)
@@ -110,9 +110,9 @@ def test_grids() -> None:
     assert x.grad is not None
 
 
-def test_nothing_is_kept() -> None:
-    """A table without numbers must not serve a later call."""
-    prior = Window(H, 5)  # without parameters, it is on every device
+def test_meta_tables_are_not_kept() -> None:
+    """A meta table must not serve a later call."""
+    prior = Window(H, 5)  # without parameters, it works on every device
     x = torch.randn(B, H, 20, D)
     with torch.no_grad():
         attend(x.to("meta"), x.to("meta"), x.to("meta"), prior)

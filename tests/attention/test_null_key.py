@@ -1,4 +1,4 @@
-"""A place beside the keys, with a logit of its own and the value zero."""
+"""A null key: a logit beside the keys, with the value zero."""
 
 from collections.abc import Callable
 from typing import Any
@@ -22,7 +22,7 @@ def some(*shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
 
 
 @pytest.mark.parametrize("shape", ["head", "query"])
-def test_it_is_one_more_key_of_value_zero(shape: str) -> None:
+def test_null_key_equals_an_additional_key_of_value_0(shape: str) -> None:
     query, key, value = some(2, 3, 7, 4), some(2, 3, 9, 4), some(2, 3, 9, 5)
     logit = some(3) if shape == "head" else some(2, 3, 7)
     mask = torch.zeros(2, 3, 7, 10, dtype=torch.float64)
@@ -37,7 +37,7 @@ def test_it_is_one_more_key_of_value_zero(shape: str) -> None:
 
 
 @pytest.mark.parametrize("name", every_other_slow(PRIORS, ["none", "sum"]))
-def test_every_backend_and_every_gradient(name: str) -> None:
+def test_values_and_gradients_match_in_every_backend(name: str) -> None:
     @examples(6, name)
     @given(cases(name, longest=60), st.sampled_from([torch.float32, torch.float64]), st.booleans())
     def check(case: Case, dtype: torch.dtype, per_query: bool) -> None:
@@ -64,7 +64,7 @@ def test_every_backend_and_every_gradient(name: str) -> None:
     check()
 
 
-def test_halves_are_merged_before_it_is_applied() -> None:
+def test_parts_merge_before_the_null_key_applies() -> None:
     query, key, value = some(1, 2, 8, 4), some(1, 2, 8, 4), some(1, 2, 8, 4)
     prior, scale, null = GeneralizedGaussian(2), SSMax(2, 0.7), NullKey(2, init=0.4)
     places = torch.arange(8)
@@ -83,7 +83,7 @@ def test_halves_are_merged_before_it_is_applied() -> None:
     torch.testing.assert_close(found, expected)
 
 
-def test_the_log_sum_exp_is_that_of_the_keys_alone() -> None:
+def test_log_sum_exp_excludes_the_null_key() -> None:
     x = some(1, 2, 6, 4)
     out, lse = attend(x, x, x, Laplace(2), return_lse=True, null_logit=torch.tensor([30.0, -30.0]))
     plain, plain_lse = attend(x, x, x, Laplace(2), return_lse=True)
@@ -92,7 +92,7 @@ def test_the_log_sum_exp_is_that_of_the_keys_alone() -> None:
     torch.testing.assert_close(out[:, 1], plain[:, 1])
 
 
-def test_a_query_that_sees_no_key_gets_zeros() -> None:
+def test_queries_without_visible_keys_get_zeros() -> None:
     x = some(1, 1, 3, 4).requires_grad_()
     null = NullKey(1)
     hidden = torch.ones(1, 3, dtype=torch.bool)
@@ -102,7 +102,7 @@ def test_a_query_that_sees_no_key_gets_zeros() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_precision(dtype: torch.dtype) -> None:
+def test_half_precision_matches_float64(dtype: torch.dtype) -> None:
     x = some(1, 2, 40, 16, dtype=torch.float32)
     expected = attend(x.to(dtype).double(), x.to(dtype).double(), x.to(dtype).double(), null_logit=torch.ones(2))
     found = attend(x.to(dtype), x.to(dtype), x.to(dtype), null_logit=torch.ones(2))
@@ -120,7 +120,7 @@ def test_compiled_in_one_graph() -> None:
     torch.testing.assert_close(torch.compile(call, fullgraph=True, backend="aot_eager")(x), call(x))
 
 
-def test_zero_attention_of_pytorch() -> None:
+def test_null_key_matches_add_zero_attn_of_pytorch() -> None:
     torch.manual_seed(0)
     theirs = torch.nn.MultiheadAttention(12, 3, batch_first=True, add_zero_attn=True)
     ours = PriorAttention(12, 3, batch_first=True, add_zero_attn=True)
@@ -172,6 +172,6 @@ X = torch.randn(1, 2, 3, 4)
         (lambda: PriorAttention(4, 2, null_key=NullKey(1)), "null_key has num_heads=1, expected 2"),
     ],
 )
-def test_errors(call: Callable[[], Any], message: str) -> None:
+def test_invalid_null_logits_are_refused(call: Callable[[], Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         call()

@@ -1,4 +1,4 @@
-"""The attention operator as PyTorch sees it: compiled, transformed, checkpointed, repeated."""
+"""The attention operator in PyTorch: compiled, transformed, checkpointed and repeated."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -80,7 +80,7 @@ VARIANTS: dict[str, tuple[Callable[[], Prior | None], dict[str, Any]]] = {
 }
 
 IN_TILES = every_other_deep(["in one tile", "in tiles"], ["in tiles"])
-"""Ways to compute the operator, for tests of transformations: to these, the operator is one node either way."""
+"""Ways to compute the operator, for tests of transformations. To a transformation, the operator is one node in each."""
 
 DISTINCT = [
     "no prior",
@@ -95,12 +95,12 @@ DISTINCT = [
     "pruned and scaled",
     "positions",
 ]
-"""Variants that have among them every part of all."""
+"""Variants that together cover every part of all variants."""
 
 
 @pytest.fixture(autouse=True)
 def _small_blocks() -> Iterator[None]:
-    """So that there is something to prune."""
+    """Use small blocks, so that there are blocks to prune."""
     with small_blocks(4):
         yield
 
@@ -131,7 +131,7 @@ def test_compiled_without_a_graph_break(name: str) -> None:
 @pytest.mark.parametrize("prior", [None, Spectral(H, 2) + KeySink(H, 64)], ids=["none", "spectral and sink"])
 @pytest.mark.parametrize("scaled", every_other_deep([False, True], [True]))
 @pytest.mark.parametrize("both_ways", IN_TILES, indirect=True)
-def test_compiled_with_sizes_that_are_symbols(prior: Prior | None, scaled: bool) -> None:
+def test_compiled_with_symbolic_sizes(prior: Prior | None, scaled: bool) -> None:
     scale = SSMax(H, 0.4) if scaled else None
     compiled = torch.compile(attend, fullgraph=True, dynamic=True, backend="aot_eager")
     for length in (9, 14):
@@ -143,7 +143,7 @@ def test_compiled_with_sizes_that_are_symbols(prior: Prior | None, scaled: bool)
 
 
 @pytest.mark.slow
-def test_compiled_it_refuses_positions_with_gaps() -> None:
+def test_compiled_calls_refuse_positions_with_gaps() -> None:
     query, key, value = inputs()
     torch._dynamo.reset()
     compiled = torch.compile(attend, fullgraph=True, backend="aot_eager")
@@ -158,8 +158,8 @@ def test_compiled_it_refuses_positions_with_gaps() -> None:
 )
 @pytest.mark.parametrize("dtype", every_other_deep([torch.float32, torch.float64], [torch.float32]))
 @pytest.mark.parametrize("both_ways", IN_TILES, indirect=True)
-def test_operator_check(name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    """PyTorch's own check of schema, fake tensors and autograd, on what attend() really passes."""
+def test_operator_passes_opcheck(name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyTorch's own check of schema, fake tensors and autograd, on the arguments that attend() passes."""
     make, options = VARIANTS[name]
     calls: list[tuple[Any, ...]] = []
     monkeypatch.setattr(
@@ -176,7 +176,7 @@ def test_operator_check(name: str, dtype: torch.dtype, monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize("name", [n for n in VARIANTS if n not in ("no prior", "lanes")])
-def test_results_lie_in_memory_as_compilers_are_told(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_results_have_the_declared_strides(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     make, options = VARIANTS[name]
     tensors, results = inputs(), []
     backend = "attention_priors.attention.tiles.backend."
@@ -191,7 +191,7 @@ def test_results_lie_in_memory_as_compilers_are_told(name: str, monkeypatch: pyt
 
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"document_ids": DOCUMENTS}, {"key_padding_mask": PADDING}])
-def test_operator_check_of_the_count(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_count_passes_opcheck(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[tuple[Any, ...]] = []
     count = operators._visible_keys
     monkeypatch.setattr(operators, "_visible_keys", lambda *x: calls.append(x) or count(*x))
@@ -202,7 +202,7 @@ def test_operator_check_of_the_count(options: dict[str, Any], monkeypatch: pytes
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"logit_scale": SSMax(H)}, {"document_ids": DOCUMENTS}])
 @pytest.mark.parametrize("both_ways", IN_TILES, indirect=True)
-def test_operator_check_of_pruning(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pruning_passes_opcheck(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[tuple[Any, ...]] = []
     choose = operators._kept_blocks
     monkeypatch.setattr(operators, "_kept_blocks", lambda *x: calls.append(x) or choose(*x))
@@ -217,7 +217,7 @@ def test_operator_check_of_pruning(options: dict[str, Any], monkeypatch: pytest.
 
 
 @pytest.mark.parametrize("name", VARIANTS)
-def test_gradients_by_torch_func(name: str) -> None:
+def test_torch_func_gradients_match_autograd(name: str) -> None:
     make, options = VARIANTS[name]
     prior, tensors = make(), inputs()
 
@@ -226,7 +226,7 @@ def test_gradients_by_torch_func(name: str) -> None:
 
     found = grad(loss, argnums=(0, 1, 2))(*(x.detach() for x in tensors))
     for one, other in zip(found, torch.autograd.grad(loss(*tensors), tensors), strict=True):
-        # Transformed, a prior in lanes is computed in tiles.
+        # Under a transformation, factored priors are computed in tiles.
         torch.testing.assert_close(one, other, rtol=1e-5, atol=3e-6)
 
 
@@ -241,7 +241,7 @@ class Loss(torch.nn.Module):
 
 
 @pytest.mark.parametrize("name", ["generalized gaussian", "scaled", "documents", "window", "network"])
-def test_gradients_of_parameters_per_example(name: str) -> None:
+def test_per_example_gradients_of_parameters_match(name: str) -> None:
     make, options = VARIANTS[name]
     prior = make()
     assert prior is not None
@@ -264,7 +264,7 @@ def test_gradients_of_parameters_per_example(name: str) -> None:
 @pytest.mark.parametrize("both_ways", IN_TILES, indirect=True)
 @pytest.mark.parametrize("name", VARIANTS)
 @pytest.mark.parametrize("in_dims", [(0, 0, 0), (1, None, None), (None, 2, 0)])
-def test_mapped_over_examples(name: str, in_dims: tuple[int | None, ...]) -> None:
+def test_vmap_over_examples_matches_a_loop(name: str, in_dims: tuple[int | None, ...]) -> None:
     make, options = VARIANTS[name]
     prior = make()
     examples = [[x.detach() for x in inputs(seed)] for seed in range(3)]
@@ -284,7 +284,7 @@ def test_mapped_over_examples(name: str, in_dims: tuple[int | None, ...]) -> Non
 
 
 @pytest.mark.parametrize("transform", ["positions", "positions in a gradient", "scaled", "grid"])
-def test_mapped_over_positions(transform: str) -> None:
+def test_vmap_over_positions_matches_a_loop(transform: str) -> None:
     query, key, value = (x.detach() for x in inputs())
     prior: Prior = Axial(H, {"name": "generalized_gaussian", "init": "spread"}) if transform == "grid" else gaussian()
     scale = SSMax(H).requires_grad_(False) if transform == "scaled" else None
@@ -303,7 +303,7 @@ def test_mapped_over_positions(transform: str) -> None:
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
 
-def test_mapped_over_priors() -> None:
+def test_vmap_over_priors_matches_a_loop() -> None:
     query, key, value = (x.detach() for x in inputs())
     prior = gaussian()
     loss = Loss(prior, {})
@@ -333,7 +333,7 @@ def test_second_derivatives_are_refused() -> None:
         torch.func.jvp(total, (query.detach(),), (query.detach(),))
 
 
-def test_forward_mode_by_the_reference() -> None:
+def test_forward_mode_uses_the_reference() -> None:
     query, key, value = (x.detach().double() for x in inputs())
     prior = gaussian()
     parameters = {name: p.detach().double() + 0.1 for name, p in prior.named_parameters()}
@@ -356,7 +356,7 @@ def test_forward_mode_by_the_reference() -> None:
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
-def test_checkpointed(reentrant: bool) -> None:
+def test_checkpointed_gradients_match(reentrant: bool) -> None:
     query, key, value = inputs()
     prior = gaussian()
     leaves = [query, key, value, *prior.parameters()]

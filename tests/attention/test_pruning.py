@@ -1,4 +1,4 @@
-"""Certified pruning: the weight that a query really loses, the certificate and the tolerance, in this order."""
+"""Certified pruning: the lost weight is within the certificate, and the certificate within the tolerance."""
 
 from dataclasses import replace
 from typing import Any
@@ -49,7 +49,9 @@ def test_real_error_is_within_the_certificate_and_the_certificate_within_the_tol
 
 @pytest.mark.parametrize("kind", ["all 1", "one 0", "alternating", "of each head"])
 def test_the_certificate_holds_for_forget_gates(kind: str) -> None:
-    """Gates that forget nothing, that forget all at one token or at every other one, and in some heads alone."""
+    """Gates that forget nothing, everything at one token, or everything at every other token, also in some heads
+    only.
+    """
     dropped_blocks = 0
 
     @examples(12)
@@ -72,7 +74,7 @@ def test_the_certificate_holds_for_forget_gates(kind: str) -> None:
         assert dropped_blocks > 20, f"{dropped_blocks} dropped blocks test nothing"
 
 
-def test_a_step_of_decoding_leaves_out_what_gates_forgot() -> None:
+def test_decoding_skips_forgotten_keys() -> None:
     query, key = _random(1, 2), _random(4096, 2)
     gates = torch.rand(1, 2, 4096, dtype=torch.float64, generator=torch.Generator().manual_seed(0)) * 0.2
     for prior in (None, Laplace(2, slopes=[0.001, 0.001])):
@@ -81,10 +83,10 @@ def test_a_step_of_decoding_leaves_out_what_gates_forgot() -> None:
 
 
 def check_certificate(case: Case, size: int) -> int:
-    """Check what a pruned call loses against the certificate; return how many blocks it leaves out."""
+    """Check the loss of a pruned call against the certificate, and return the number of skipped blocks."""
     observed = attend_pruned(case, size)
     exact = oracle(case)
-    if observed.pruned is None:  # too few keys, or log-priors that float32 does not hold: computed in full
+    if observed.pruned is None:  # too few keys, or log-priors beyond float32: all keys are computed
         return 0
     kept, certificate = observed.pruned
     assert (certificate <= case.tolerance).all()
@@ -106,13 +108,13 @@ def check_certificate(case: Case, size: int) -> int:
 
 
 @pytest.mark.parametrize("name", every_other_slow(PRIORS, ["laplace"]))
-def test_gradients_are_those_of_what_is_computed(name: str) -> None:
+def test_gradients_match_the_computed_pairs(name: str) -> None:
     @examples(4, name)
     @given(prunable_cases(name, st.sampled_from([1e-3, 0.05, 0.5])), SIZES)
     def check(case: Case, size: int) -> None:
         with torch.no_grad():
             observed = attend_pruned(case, size)
-        # A finite number hides a key without changing how many keys the logit scale counts.
+        # A finite bias hides a key without changing the count of the logit scale.
         mask = torch.zeros(observed.looked_at.shape).masked_fill(~observed.looked_at, -1e6)
         masked = replace(case, attn_mask=mask, tolerance=0.0)
         expected = compute(masked.to(torch.float64), "reference")
@@ -133,8 +135,8 @@ def _random(length: int, *heads: int, width: int = 16) -> list[torch.Tensor]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("scale", [None, True, False])
-def test_true_block_size(scale: bool | None) -> None:
-    """Many blocks of 256, heads of every reach, tiles along diagonals: against attention in full."""
+def test_default_block_size_matches_full_attention(scale: bool | None) -> None:
+    """Many blocks of 256, heads of every reach and tiles along diagonals match full attention."""
     query, key, value = _random(3000, 4, 2, 2)
     prior = Laplace(4, slopes=[1.0, 0.1, 0.02, 1e-5], learn=True)
     logit_scale = None if scale is None else SSMax(4, init=0.3, include_prior=scale)
@@ -159,7 +161,7 @@ def test_true_block_size(scale: bool | None) -> None:
 
 @pytest.mark.slow
 def test_suppressed_neighbourhood_is_skipped() -> None:
-    """A head with negative shape sees nothing of its surroundings: they are not looked at either."""
+    """A head with negative shape suppresses its neighbourhood, whose blocks are skipped too."""
     query, key, value = _random(4096, 1, 1, 1)
     prior = GeneralizedGaussian(1)
     with torch.no_grad():
@@ -175,8 +177,8 @@ def test_suppressed_neighbourhood_is_skipped() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("prior", [Laplace(4), Laplace(4) + KeySink(4, train_length=100)], ids=["ALiBi", "and sink"])
-def test_decoding_with_kept_bounds(dtype: torch.dtype, prior: Prior) -> None:
-    """Bounds kept beside a growing cache choose as bounds made anew do."""
+def test_kept_bounds_choose_as_new_bounds_do(dtype: torch.dtype, prior: Prior) -> None:
+    """Bounds that are kept beside a growing cache choose the same blocks as new bounds."""
     query, key, value = (x.to(dtype) for x in _random(1500, 4, 2, 2))
     bounds = KeyBounds(key[:, :, :1000])
     for length in (1000, 1001, 1279, 1280, 1281, 1500):
@@ -193,7 +195,7 @@ def test_decoding_with_kept_bounds(dtype: torch.dtype, prior: Prior) -> None:
         assert report.skipped[0] > 0.2
 
 
-def test_a_report_of_positions_with_gaps_makes_no_table_of_their_distances(monkeypatch) -> None:
+def test_report_of_positions_with_gaps_makes_no_table(monkeypatch) -> None:
     monkeypatch.setattr(pruning_effects, "operator_inputs", lambda *x: pytest.fail("a table of all distances"))
     query, key = torch.randn(1, 2, 600, 4), torch.randn(1, 2, 900, 4)
     places = torch.randperm(100_000, generator=torch.Generator().manual_seed(0))[:900].sort().values
@@ -232,7 +234,7 @@ def test_documents_and_padding_are_pruned_too() -> None:
         torch.testing.assert_close(out, attend(query, key, value, prior, **masks), rtol=0, atol=1e-5)
 
 
-def test_keys_that_are_all_in_the_future_weigh_nothing() -> None:
+def test_keys_in_the_future_have_weight_0() -> None:
     query, key, value = _random(1024, 2, 2, 2)
     positions = torch.arange(1024)
     for prior in (Laplace(2), GeneralizedGaussian(2), None):
@@ -269,7 +271,7 @@ def test_positions_with_gaps_are_computed_in_full() -> None:
         ({"key_bounds": KeyBounds(torch.zeros(1, 2, 8, 3))}, "key_bounds belong to keys"),
     ],
 )
-def test_impossible_arguments(change: dict[str, Any], message: str) -> None:
+def test_invalid_arguments_are_refused(change: dict[str, Any], message: str) -> None:
     x = torch.zeros(1, 2, 8, 4)
     with pytest.raises(ValueError, match=message):
         attend(x, x, x, Laplace(2), **change)
@@ -278,7 +280,7 @@ def test_impossible_arguments(change: dict[str, Any], message: str) -> None:
         pruning_report(x, x, Laplace(2), **arguments)
 
 
-def test_impossible_key_bounds() -> None:
+def test_invalid_key_bounds_are_refused() -> None:
     with pytest.raises(ValueError, match="key must be floating point"):
         KeyBounds(torch.zeros(2, 8, 4))
     bounds = KeyBounds(torch.zeros(1, 2, 8, 4))
@@ -290,8 +292,8 @@ def test_impossible_key_bounds() -> None:
         pruning_report(torch.zeros(1, 2, 8, 4), torch.zeros(1, 2, 8, 4), Laplace(2), tolerance=0.0)
 
 
-def test_bounds_of_keys_that_autocast_rounds_later_on() -> None:
-    """2005 becomes 2008 in bfloat16, 3 nats nearer to the best keys: what a block weighs is 20 times what it did."""
+def test_bounds_hold_for_keys_that_autocast_rounds_later() -> None:
+    """2005 becomes 2008 in bfloat16, 3 nats nearer to the best keys. A block's weight becomes 20 times as large."""
     key = torch.full((1, 1, 2048, 1), 2005.0)
     key[:, :, -256:] = 2016.0
     value = (torch.arange(2048) < 256).float().view(1, 1, -1, 1)
@@ -302,7 +304,7 @@ def test_bounds_of_keys_that_autocast_rounds_later_on() -> None:
             exact = attend(query, key, value, prior, softmax_scale=1.0)
             found = attend(query, key, value, prior, key_bounds=bounds, **options)
         assert float((found - exact).abs()) <= 2 * tolerance + 2**-8 * float(exact)
-        # Without autocast they are bounds of these very keys.
+        # Without autocast, the bounds belong to exactly these keys.
         report = pruning_report(query, key, prior, key_bounds=bounds, **options)
         assert report.dropped.max() <= tolerance
     report = pruning_report(query, key, prior, tolerance=2.5e-5, softmax_scale=1.0, key_bounds=bounds)
@@ -315,8 +317,8 @@ def test_bounds_of_keys_that_autocast_rounds_later_on() -> None:
     every_other_deep([torch.bfloat16, torch.float16, torch.float32, torch.float64], [torch.float16]),
 )
 @pytest.mark.parametrize("name", ["generalized_gaussian", "key_sink", "none"])
-def test_the_certificate_holds_for_keys_cast_after_their_bounds_were_made(name: str, dtype: torch.dtype) -> None:
-    """Far from the origin, where a cast moves keys by as much as they differ."""
+def test_the_certificate_holds_for_keys_cast_after_their_bounds(name: str, dtype: torch.dtype) -> None:
+    """Far from the origin, a cast moves keys by as much as they differ."""
     dropped_blocks = 0
 
     @examples(40, f"{name} {dtype}")

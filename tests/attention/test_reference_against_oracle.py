@@ -1,4 +1,4 @@
-"""The reference against the definition, written anew: everything else is measured against the reference."""
+"""The reference against the definition, written independently. All other tests compare with the reference."""
 
 import math
 
@@ -32,7 +32,7 @@ def test_values_and_gradients(name: str) -> None:
         )
         for (leaf, tensor), grad in zip(leaves.items(), grads, strict=True):
             grad = torch.zeros_like(tensor) if grad is None else grad
-            # A prior's parameters are float32, hence so are their gradients.
+            # A prior's parameters are float32, and so are their gradients.
             tolerance = 1e-6 if tensor.dtype == torch.float32 else 1e-9
             size = float(grad.abs().max()) if grad.numel() else 0.0
             torch.testing.assert_close(
@@ -48,8 +48,8 @@ def test_values_and_gradients(name: str) -> None:
 
 @examples(15)
 @given(st.sampled_from(PRIORS).flatmap(lambda name: cases(name, longest=6)))
-def test_one_number_at_a_time(case: Case) -> None:
-    """With loops and Python's own floats: no broadcasting that both sides could get wrong in the same way."""
+def test_reference_matches_loops_over_numbers(case: Case) -> None:
+    """Loops over Python floats rule out a broadcasting error on both sides."""
     result = compute(case.to(torch.float64), "reference")
     batch, heads, num_queries, head_dim = case.query.shape
     _, kv_heads, num_keys, value_dim = case.value.shape
@@ -93,7 +93,7 @@ def test_one_number_at_a_time(case: Case) -> None:
                     )
                     content *= softmax_scale
                     prior = 0.0 if bias is None else bias[b][h][i][j]
-                    if prior == -math.inf:  # a window: it hides, but SSMax has counted the key
+                    if prior == -math.inf:  # a window hides keys, but SSMax counts them
                         continue
                     if of_keys is not None:
                         prior += of_keys[b][h * len(of_keys[b]) // heads][j]
@@ -118,7 +118,7 @@ def test_one_number_at_a_time(case: Case) -> None:
                     assert float(result.out[b, h, i, d]) == pytest.approx(expected, rel=1e-10, abs=1e-10)
 
 
-def test_visibility_by_hand() -> None:
+def test_visibility_of_a_small_case() -> None:
     """The oracle's own masks, on a case small enough to write down."""
     one = torch.ones(1, 1, 3, 1)
     case = Case(one, one, one, document_ids=torch.tensor([[0, 1, 0]]))

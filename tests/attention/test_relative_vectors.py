@@ -15,7 +15,7 @@ from attention_priors import GeneralizedGaussian, ShawVectors, SSMax, attend
 def by_definition(
     query: Tensor, key: Tensor, value: Tensor, vectors: ShawVectors, bias: Tensor, causal: bool, scale: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Equations 3 to 5, with loops. ``scale`` is what SSMax multiplies, ``(H, Lq)``."""
+    """Compute equations 3 to 5 by loops. ``scale`` is SSMax's factor, ``(H, Lq)``."""
     batch, heads, num_queries, head_dim = query.shape
     num_keys = key.shape[2]
     rows, sums = [], []
@@ -44,7 +44,7 @@ def by_definition(
 
 @pytest.mark.parametrize("backend", ["auto", "blockwise", "reference"])
 @pytest.mark.parametrize("values", [True, False])
-def test_against_a_loop(backend: str, values: bool) -> None:
+def test_shaws_vectors_match_a_loop(backend: str, values: bool) -> None:
     @examples(3, f"{backend} {values}")
     @given(
         st.integers(0, 999),
@@ -97,8 +97,8 @@ def test_against_a_loop(backend: str, values: bool) -> None:
     check()
 
 
-def test_in_blocks() -> None:
-    """Long enough for several blocks of queries, whose backward pass computes them anew."""
+def test_several_blocks_match_a_loop() -> None:
+    """The sequence has several blocks of queries, which the backward pass recomputes."""
     torch.manual_seed(0)
     query, key, value = (torch.randn(1, 8, 700, 2, dtype=torch.float64, requires_grad=True) for _ in "qkv")
     vectors = ShawVectors(2, 5).double()

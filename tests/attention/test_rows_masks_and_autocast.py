@@ -1,4 +1,4 @@
-"""Corners where a count, a log-sum-exp or a precision was once wrong."""
+"""Regression tests of counts, log-sum-exps and precision in corner cases."""
 
 from typing import Any
 
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.usefixtures("both_ways")
     ],
     ids=["positions", "mask"],
 )
-def test_ssmax_counts_where_all_queries_share_one_mask(extra: dict[str, Any]):
+def test_ssmax_counts_keys_under_a_shared_mask(extra: dict[str, Any]):
     padding = torch.zeros(2, 9, dtype=torch.bool)
     padding[0, :2] = True
     torch.manual_seed(0)
@@ -35,8 +35,8 @@ def test_ssmax_counts_where_all_queries_share_one_mask(extra: dict[str, Any]):
 
 
 @pytest.mark.parametrize("kv_heads", [1, 2, 4])
-def test_texts_with_paddings_of_their_own_are_worked_on_together(kv_heads: int):
-    """Tiles hold one text there, and parts several."""
+def test_texts_with_different_padding_share_parts(kv_heads: int):
+    """Each tile then holds one text, and each part several."""
     torch.manual_seed(0)
     inputs = [torch.randn(2, n, 200, 8, requires_grad=True) for n in (4, kv_heads, kv_heads)]
     padding = torch.zeros(2, 200, dtype=torch.bool)
@@ -50,7 +50,7 @@ def test_texts_with_paddings_of_their_own_are_worked_on_together(kv_heads: int):
     torch.testing.assert_close(grads[1], grads[0])
 
 
-def test_ssmax_counts_for_more_rows_than_a_block():
+def test_ssmax_counts_keys_of_more_rows_than_a_block():
     x = torch.randn(1, 2, 300, 4)
     options: dict[str, Any] = {"causal": False, "logit_scale": SSMax(2), "attn_mask": torch.zeros(1, 300)}
     torch.testing.assert_close(
@@ -58,7 +58,7 @@ def test_ssmax_counts_for_more_rows_than_a_block():
     )
 
 
-def test_some_rows_of_a_geometry_count_as_they_do_in_the_whole():
+def test_a_slice_of_rows_counts_as_in_the_whole():
     padding = torch.zeros(2, 9, dtype=torch.bool)
     padding[1, 2:5] = True
     whole = Geometry(2, 1, 7, 9, padding.device, True, key_padding_mask=padding)
@@ -68,7 +68,7 @@ def test_some_rows_of_a_geometry_count_as_they_do_in_the_whole():
 
 
 @pytest.mark.parametrize("prior", [Laplace(2, learn=True), KeySink(2, 8, init="recency")], ids=["laplace", "key_sink"])
-def test_the_lse_of_a_row_that_sees_nothing_has_no_gradient(prior: Any):
+def test_the_lse_of_a_row_without_visible_keys_has_no_gradient(prior: Any):
     x = torch.randn(1, 2, 4, 3)
     _, lse = attend(
         x,
@@ -100,8 +100,8 @@ def test_a_backward_pass_inside_autocast_is_as_exact_as_outside():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_documents_whose_positions_lie_far_apart(dtype: torch.dtype) -> None:
-    """As in a shard of a packed sequence, whose first document began long before."""
+def test_documents_with_far_apart_positions_are_exact(dtype: torch.dtype) -> None:
+    """Positions as in a shard of a packed sequence whose first document began long before."""
     torch.manual_seed(0)
     query, key, value = torch.randn(3, 1, 2, 9, 4, dtype=dtype)
     documents = torch.tensor([[0, 0, 0, 1, 1, 1, 1, 2, 2]])

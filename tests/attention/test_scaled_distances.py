@@ -1,4 +1,4 @@
-"""Networks of a scaled distance, as FIRE is one: in tiles they are exact, and other engines refuse them."""
+"""Networks of a scaled distance, such as FIRE's: tiles are exact, and other engines refuse them."""
 
 import math
 from typing import Any
@@ -24,7 +24,7 @@ HEADS = 3
 
 
 def random_fire(seed: int, heads: int = HEADS, units: int = 12) -> Fire:
-    """A network most of whose kinks lie where it looks."""
+    """Draw a network whose kinks mostly lie in the range of its inputs."""
     generator = torch.Generator().manual_seed(seed)
     prior = Fire(heads, units)
     randomize(prior, generator)
@@ -41,7 +41,7 @@ def tensors(length: int, heads: int = HEADS, seed: int = 0) -> tuple[Tensor, Ten
 
 
 @pytest.mark.parametrize("room", [2**20, 1], ids=["all units at once", "one at a time"])
-def test_a_bias_in_float32_is_the_formula_to_1e_4_nats(room: int) -> None:
+def test_a_float32_bias_is_exact_to_1e_4_nats(room: int) -> None:
     @examples(40)
     @given(st.integers(0, 2**20), st.integers(1, 5000), st.data())
     def check(seed: int, length: int, data: st.DataObject) -> None:
@@ -67,7 +67,7 @@ def test_a_bias_in_float32_is_the_formula_to_1e_4_nats(room: int) -> None:
     check()
 
 
-def test_most_units_are_lines_on_a_tile_that_is_far() -> None:
+def test_most_units_are_linear_on_far_tiles() -> None:
     prior = random_fire(0, units=32)
     problem = make_problem(*tensors(4096), prior)
     network = prior.scaled_distance(problem.geometry.query_positions, torch.arange(4095, -1, -1))
@@ -92,7 +92,7 @@ def test_most_units_are_lines_on_a_tile_that_is_far() -> None:
     ids=["plain", "scaled", "both directions", "far"],
 )
 @pytest.mark.parametrize("others", [None, "table", "table and sink"])
-def test_tiles_of_the_true_size(options: dict[str, Any], others: str | None) -> None:
+def test_tiles_of_default_size_match_the_reference(options: dict[str, Any], others: str | None) -> None:
     torch.manual_seed(0)
     prior: Any = random_fire(4)
     if others is not None:
@@ -109,14 +109,14 @@ def test_tiles_of_the_true_size(options: dict[str, Any], others: str | None) -> 
 
     for found, exact in zip(results("toeplitz", torch.float32), results("reference", torch.float64), strict=True):
         size = float(exact.abs().max())
-        # Biases of keys of 900 nats leave float32 fewer digits, with or without a network.
+        # Key biases of 900 nats leave float32 fewer digits, with or without a network.
         tolerance = 3e-3 if "key_bias" in options else 1e-4
         assert float((found - exact).abs().max()) <= tolerance * max(size, 0.1)
 
 
 @pytest.mark.parametrize("length", [90, 400])
 @pytest.mark.parametrize("scale", [None, SSMax(HEADS, init=0.3)])
-def test_up_to_the_threshold_it_is_a_table(length: int, scale: SSMax | None) -> None:
+def test_up_to_the_threshold_the_network_is_a_table(length: int, scale: SSMax | None) -> None:
     prior, leaves = random_fire(11), [x.requires_grad_() for x in tensors(length)]
     learned = list(prior.parameters())
 
@@ -135,7 +135,7 @@ def test_up_to_the_threshold_it_is_a_table(length: int, scale: SSMax | None) -> 
             assert float((one - exact).abs().max()) <= 1e-4 * max(float(exact.abs().max()), 0.1)
 
 
-def test_one_query_is_a_row_of_the_whole() -> None:
+def test_one_query_matches_its_row_of_the_whole() -> None:
     prior, (query, key, value) = random_fire(5), tensors(900)
     with torch.no_grad():
         whole = attend(query, key, value, prior)
@@ -144,7 +144,7 @@ def test_one_query_is_a_row_of_the_whole() -> None:
             torch.testing.assert_close(one, whole[:, :, stop - 1 : stop], rtol=1e-5, atol=1e-5)
 
 
-def test_engines_that_do_not_compute_it_say_so() -> None:
+def test_other_engines_refuse_networks() -> None:
     prior, (query, key, value) = random_fire(6), tensors(20)
     refused: dict[Backend, str] = {
         "lanes": "not all of the prior is factored",
@@ -171,7 +171,7 @@ def test_two_networks_are_computed_by_the_dense_formula() -> None:
     torch.testing.assert_close(attend(query, key, value, prior), attend(query, key, value, prior, backend="reference"))
 
 
-def test_no_key_is_left_out_for_a_tolerance() -> None:
+def test_a_tolerance_prunes_no_key() -> None:
     prior, (query, key, value) = random_fire(9) + Laplace(HEADS, slopes=[5.0] * HEADS), tensors(1200)
     with torch.no_grad():
         assert torch.equal(attend(query, key, value, prior, tolerance=0.1), attend(query, key, value, prior))
@@ -182,7 +182,7 @@ def test_no_key_is_left_out_for_a_tolerance() -> None:
 
 
 def largest_allocation(length: int) -> int:
-    """Bytes of the largest piece of memory that a forward and backward pass asks for."""
+    """Return the size in bytes of the largest allocation in a forward and backward pass."""
     query, key, value = (x.requires_grad_() for x in tensors(length, heads=2))
     prior = random_fire(10, heads=2, units=32)
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
@@ -195,8 +195,10 @@ def largest_allocation(length: int) -> int:
     return max(event.nbytes() for event in events if event.name() == "[memory]")  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def test_memory_is_linear() -> None:
-    """Working buffers are of one size: a thread that has worked at one length asks for no more at twice the length."""
+def test_memory_does_not_grow_with_the_length() -> None:
+    """Working buffers have one size. A thread that has computed one length allocates no larger buffer at twice the
+    length.
+    """
     largest_allocation(4096)
     assert largest_allocation(4096) <= 2.2 * largest_allocation(2048)
     assert largest_allocation(4096) < 4 * 4096 * 4096 // 4

@@ -1,4 +1,4 @@
-"""Kernels are compared with the dense formula before they are used, and left alone where they are wrong."""
+"""Kernels are compared with the dense formula before use, and wrong kernels are not used."""
 
 import warnings
 from collections.abc import Iterator
@@ -26,7 +26,7 @@ QUERY, VALUE = torch.randn(1, 2, 40, 16), torch.randn(1, 2, 40, 16)
 
 
 @pytest.mark.parametrize("variant", VARIANTS, ids=str)
-def test_tiles_are_right(variant: Variant) -> None:
+def test_tiles_pass_the_self_test(variant: Variant) -> None:
     for dtype in (torch.float32, torch.bfloat16):
         found = errors(variant._replace(dtype=dtype), "toeplitz", CPU)
         assert {"output", "log-sum-exp", "query", "key", "value"} <= {*found}
@@ -38,8 +38,8 @@ def test_tiles_are_right(variant: Variant) -> None:
 @pytest.mark.parametrize(
     "variant", every_other_deep(dict.fromkeys(VARIANTS), [v for v in VARIANTS if "pruned" not in v.parts]), ids=str
 )
-def test_kernels_are_right(variant: Variant, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Cases of the self-test run, and are what they say: on a device, in the blocks that are used there."""
+def test_kernels_pass_the_self_test(variant: Variant, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Cases of the self-test run and have their stated properties. On a device, they use its blocks."""
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     with language_patched_once_a_launch():
         found = errors(variant, "triton", torch.device(device))
@@ -47,8 +47,8 @@ def test_kernels_are_right(variant: Variant, device: str, monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize("name", ["output", "key"])
-def test_finds_a_small_mistake(name: str) -> None:
-    """A hundredth of the output, or of one gradient."""
+def test_small_errors_are_found(name: str) -> None:
+    """An error of one percent in the output or in one gradient is found."""
     true: Any = solve
 
     class Wrong(torch.autograd.Function):
@@ -75,7 +75,7 @@ def test_finds_a_small_mistake(name: str) -> None:
     assert all(found[other] < ALLOWED[torch.float32] for other in others)
 
 
-def test_the_kind_of_a_problem() -> None:
+def test_kinds_of_problems_are_told_apart() -> None:
     documents = torch.zeros(1, 40, dtype=torch.int64)
     problem = make_problem(
         QUERY,
@@ -91,7 +91,7 @@ def test_the_kind_of_a_problem() -> None:
     assert str(Variant.of(make_problem(QUERY, QUERY, VALUE, None, causal=False))) == "both directions"
 
 
-# ---- a kernel that is wrong on purpose
+# ---- a kernel with a deliberate error
 
 interpreted = pytest.mark.skipif(
     not backend.INSTALLED or torch.cuda.is_available(), reason="the interpreter is for machines without CUDA"
@@ -101,7 +101,7 @@ LARGE = same(Blocks(64, 64, 4, 1))
 
 @pytest.fixture
 def checked_on_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Kernels are checked on the CPU too, where the interpreter runs them, and none has been yet."""
+    """Check kernels on the CPU too, where the interpreter runs them, and forget earlier checks."""
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     monkeypatch.setattr(selftest, "_faults", {})
     monkeypatch.setattr(plan, "CHECKED", ("cpu",))
@@ -111,7 +111,7 @@ def checked_on_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.fixture
 def wrong_kernel(monkeypatch: pytest.MonkeyPatch, checked_on_cpu: None) -> None:
-    """Kernels that are given a softmax scale which is a tenth too large."""
+    """Run kernels with a softmax scale that is 10 % too large."""
     numbers = backend._Launcher.numbers.func
 
     def wrong(launcher: Any) -> dict[str, Any]:
@@ -123,7 +123,7 @@ def wrong_kernel(monkeypatch: pytest.MonkeyPatch, checked_on_cpu: None) -> None:
 
 @interpreted
 @pytest.mark.usefixtures("wrong_kernel")
-def test_a_wrong_kernel_is_refused_and_said_so_once() -> None:
+def test_a_wrong_kernel_is_refused_with_one_warning() -> None:
     prior = Laplace(2)
     message = r"backend='triton' cannot compute this: its kernels are wrong on cpu for table in torch\."
     with warnings.catch_warnings(record=True) as caught:
@@ -151,7 +151,7 @@ def test_right_kernels_are_checked_once_for_each_kind() -> None:
 @pytest.mark.slow
 @interpreted
 @pytest.mark.usefixtures("checked_on_cpu")
-def test_checked_before_compilation_and_inside_transforms() -> None:
+def test_kernels_are_checked_before_compilation_and_inside_transforms() -> None:
     prior = Laplace(2)
 
     def call(query: Tensor) -> Tensor:
@@ -180,7 +180,7 @@ def test_a_wrong_kernel_is_not_compiled() -> None:
 
 @interpreted
 @pytest.mark.usefixtures("checked_on_cpu")
-def test_a_check_is_not_seen_and_takes_no_default_device() -> None:
+def test_a_check_ignores_observers_and_the_default_device() -> None:
     seen: list[Problem] = []
     with observed(seen.append):
         attend(QUERY, QUERY, VALUE, Laplace(2), backend="triton")
@@ -196,7 +196,7 @@ def test_a_check_is_not_seen_and_takes_no_default_device() -> None:
 @pytest.mark.parametrize(
     "error", [torch.OutOfMemoryError("full"), KeyboardInterrupt("stop")], ids=["memory", "interrupt"]
 )
-def test_a_check_that_ends_early_says_nothing(error: BaseException) -> None:
+def test_an_interrupted_check_has_no_result(error: BaseException) -> None:
     with mock.patch.object(selftest, "errors", side_effect=error):
         for _ in range(2):
             with pytest.raises(type(error), match=str(error)):
@@ -206,7 +206,7 @@ def test_a_check_that_ends_early_says_nothing(error: BaseException) -> None:
 
 @interpreted
 @pytest.mark.usefixtures("checked_on_cpu")
-def test_kernels_that_do_not_compile_are_left_alone() -> None:
+def test_kernels_that_do_not_compile_are_not_used() -> None:
     with (
         mock.patch.object(selftest, "errors", side_effect=RuntimeError("no C\ncompiler " + 300 * "x")),
         pytest.warns(RuntimeWarning, match="do not run on cpu for table in torch.float32: RuntimeError: no C compiler"),

@@ -1,4 +1,4 @@
-"""Tables and lanes that are kept between calls are those of the prior as it is now."""
+"""Cached tables and factors always match the prior as it is now."""
 
 import copy
 import gc
@@ -44,7 +44,7 @@ def directly(prior: GeneralizedGaussian, highest: int, lowest: int) -> torch.Ten
         max_size=8,
     )
 )
-def test_any_sequence_of_requests(requests: list[tuple[int, int, bool]]) -> None:
+def test_any_sequence_of_requests_gets_exact_tables(requests: list[tuple[int, int, bool]]) -> None:
     prior = GeneralizedGaussian(H, init="spread")
     for lowest, extent, change in requests:
         if change:
@@ -78,7 +78,7 @@ def _train(prior: GeneralizedGaussian) -> None:
 
 
 class _WithBuffer(GeneralizedGaussian):
-    """A prior of one's own, with a buffer and an attribute that its numbers come from."""
+    """Custom prior whose numbers come from a buffer and an attribute."""
 
     name = "with_buffer"
 
@@ -106,7 +106,7 @@ def _set_attribute(prior: _WithBuffer) -> None:
 
 
 @pytest.mark.parametrize("change", [_fill_buffer, _load_buffer, _set_attribute])
-def test_a_change_of_buffers_and_attributes_is_seen(change) -> None:
+def test_changed_buffers_and_attributes_invalidate_tables(change) -> None:
     prior = _WithBuffer(H)
     query, key = torch.randn(1, H, 1, 4), torch.randn(1, H, 50, 4)
     with torch.no_grad():
@@ -118,7 +118,7 @@ def test_a_change_of_buffers_and_attributes_is_seen(change) -> None:
     assert float((after - before).abs().max()) > 1e-3
 
 
-def test_a_change_of_attributes_is_seen_by_lanes() -> None:
+def test_changed_attributes_invalidate_factors() -> None:
     prior = Spectral(H, 3)
     torch.nn.init.normal_(prior.alpha)
     query, key = torch.randn(1, H, 50, 4), torch.randn(1, H, 50, 4)
@@ -131,7 +131,7 @@ def test_a_change_of_attributes_is_seen_by_lanes() -> None:
     assert float((after - before).abs().max()) > 1e-3
 
 
-def test_a_change_of_attributes_of_a_part_is_seen() -> None:
+def test_changed_attributes_of_a_part_invalidate_tables() -> None:
     prior = Axial(H, {"name": "spectral", "num_frequencies": 3, "init": {"alpha": [1.0, 2.0, 3.0]}})
     row = grid_positions(1, 8)
     query, key = torch.randn(1, H, 8, 4), torch.randn(1, H, 8, 4)
@@ -147,7 +147,7 @@ def test_a_change_of_attributes_of_a_part_is_seen() -> None:
 
 
 class _Steps(Prior):
-    """A prior of one's own that keeps its numbers in attributes that are neither parameters nor buffers."""
+    """Custom prior whose numbers come from attributes that are neither parameters nor buffers."""
 
     name = "steps"
     structure = Structure.STATIONARY
@@ -172,7 +172,7 @@ def _write_to_tensor(prior: _Steps) -> None:
 
 
 def _write_to_data(prior: _Steps) -> None:
-    prior.tensor.data.add_(1.0)  # which changes no version of the tensor
+    prior.tensor.data.add_(1.0)  # this changes no version of the tensor
 
 
 def _write_to_list(prior: _Steps) -> None:
@@ -197,7 +197,7 @@ IN_PLACE = [_write_to_tensor, _write_to_data, _write_to_list, _write_to_dict, _w
 
 @pytest.mark.parametrize("change", IN_PLACE)
 @pytest.mark.parametrize("queries", [1, 50])
-def test_a_change_in_place_of_attributes_is_seen(queries: int, change: Any) -> None:
+def test_in_place_changes_of_attributes_invalidate_tables(queries: int, change: Any) -> None:
     prior = _Steps(H)
     query, key = torch.randn(1, H, queries, 4), torch.randn(1, H, 50, 4)
     with torch.no_grad():
@@ -211,7 +211,7 @@ def test_a_change_in_place_of_attributes_is_seen(queries: int, change: Any) -> N
 
 
 class _Height:
-    """An object whose change no comparison shows."""
+    """Object whose changes no comparison shows."""
 
     value = 0.0
 
@@ -230,20 +230,20 @@ class _WithObject(GeneralizedGaussian):
         return super().log_prior_at(distance, dtype) + height * (distance % 2).to(dtype)
 
 
-def test_a_prior_that_cannot_be_compared_is_not_kept() -> None:
+def test_tables_of_incomparable_priors_are_not_cached() -> None:
     prior = _WithObject(H)
     query, key = torch.randn(1, H, 1, 4), torch.randn(1, H, 50, 4)
     with torch.no_grad():
         attend(query, key, key, prior)
         assert prior in tables._kept
         prior.height = _Height()
-        for prior.height.value in (1.0, 3e5):  # the second one is too far from 0 for float32
+        for prior.height.value in (1.0, 3e5):  # the second position is too far from 0 for float32
             found = attend(query, key, key, prior)
             torch.testing.assert_close(found, attend(query, key, key, prior, backend="reference"))
             assert prior not in tables._kept
 
 
-def test_an_attribute_that_learns_has_its_gradient() -> None:
+def test_attributes_that_require_gradients_get_them() -> None:
     prior = _Steps(H)
     key = torch.randn(1, H, 20, 4)
     with torch.no_grad():
@@ -270,7 +270,7 @@ def test_every_prior_of_the_catalogue_can_be_compared(name: str) -> None:
 
 
 @pytest.mark.parametrize("change", [_write_data, _replace_data, _load, _train])
-def test_a_change_of_parameters_is_seen_however_it_is_made(change) -> None:
+def test_every_change_of_parameters_invalidates_tables(change) -> None:
     prior = GeneralizedGaussian(H, init="spread")
     query, key = torch.randn(1, H, 1, 4), torch.randn(1, H, 50, 4)
     with torch.no_grad():
@@ -296,7 +296,7 @@ def test_decoding_makes_few_tables() -> None:
 
 
 @pytest.mark.parametrize("prior", [Laplace(H, learn=True), Spectral(H)])
-def test_with_gradients_nothing_is_kept(prior) -> None:
+def test_nothing_is_cached_with_gradients(prior) -> None:
     gc.collect()
     before = len(tables._kept)
     key = torch.randn(1, H, 20, 4)
@@ -305,7 +305,7 @@ def test_with_gradients_nothing_is_kept(prior) -> None:
     assert all(parameter.grad is not None for parameter in prior.parameters() if parameter.requires_grad)
 
 
-def test_a_kept_table_is_as_long_as_what_is_asked_for_and_not_as_far() -> None:
+def test_cached_tables_cover_only_requested_distances() -> None:
     prior = Laplace(H)
     key = torch.randn(1, H, 8, 4)
     for start in (0, 10**7, 40, -(10**7), 0):
@@ -315,8 +315,8 @@ def test_a_kept_table_is_as_long_as_what_is_asked_for_and_not_as_far() -> None:
         assert tables._kept[prior].table.shape[1] <= tables.SPAN * 15 + tables.GROWTH
 
 
-def test_a_kept_table_does_not_creep_away() -> None:
-    """Each of the requests is near the one before."""
+def test_cached_tables_do_not_drift() -> None:
+    """Each request is near the request before."""
     prior = Laplace(H)
     for start in range(0, 20_000, 20):
         with torch.no_grad():
@@ -328,7 +328,7 @@ def test_a_kept_table_does_not_creep_away() -> None:
 
 @pytest.mark.parametrize("positions", [None, torch.arange(20)], ids=["", "positions"])
 @pytest.mark.parametrize("first", [False, True])
-def test_tensors_without_numbers_leave_nothing_behind(first: bool, positions: torch.Tensor | None) -> None:
+def test_meta_tensors_leave_nothing_in_the_cache(first: bool, positions: torch.Tensor | None) -> None:
     prior = GeneralizedGaussian(H, init="spread") + Spectral(H)
     query, key, value = (torch.randn(1, H, 20, 4) for _ in range(3))
 
@@ -359,7 +359,7 @@ def test_a_table_made_in_inference_mode_serves_training() -> None:
     assert key.grad is not None
 
 
-def test_a_table_goes_with_its_prior() -> None:
+def test_tables_are_freed_with_their_prior() -> None:
     gc.collect()
     before = len(tables._kept)
     prior = Laplace(H)
@@ -387,8 +387,8 @@ def key_sink() -> KeySink:
     st.lists(st.tuples(st.integers(1, 2500), st.integers(0, 3), st.booleans()), min_size=2, max_size=6),
     st.booleans(),
 )
-def test_any_sequence_of_positions(requests: list[tuple[int, int, bool]], spectral: bool) -> None:
-    """Key positions by default, given, with gaps, and before the first token."""
+def test_any_sequence_of_positions_gets_exact_factors(requests: list[tuple[int, int, bool]], spectral: bool) -> None:
+    """Key positions are the default, explicit, with gaps, or before the first token."""
     prior = Spectral(H, num_frequencies=2, init="recency") if spectral else key_sink()
     for length, kind, change in requests:
         if change:
@@ -426,14 +426,14 @@ def test_decoding_computes_few_numbers_of_keys() -> None:
     assert sum(length > 1 for length in lengths) <= 6
 
 
-def test_numbers_of_keys_that_learn_are_not_kept() -> None:
+def test_key_numbers_with_gradients_are_not_cached() -> None:
     sink, key = key_sink(), torch.randn(1, H, 20, 4)
     attend(key, key, key, sink).sum().backward()
     assert sink not in tables._kept
     assert all(parameter.grad is not None for parameter in sink.parameters())
 
 
-def test_what_was_kept_says_nothing_of_numbers_that_learn() -> None:
+def test_cached_numbers_do_not_serve_learned_parameters() -> None:
     torch.manual_seed(0)
     x = torch.randn(1, 2, 200, 8)
     prior = ClippedOffsets(2)
@@ -445,7 +445,7 @@ def test_what_was_kept_says_nothing_of_numbers_that_learn() -> None:
     torch.testing.assert_close(out.double(), expected, rtol=0, atol=1e-4)
 
 
-def test_tables_of_summands_that_were_asked_for_elsewhere() -> None:
+def test_a_sum_uses_tables_cached_for_its_summands() -> None:
     torch.manual_seed(0)
     x = torch.randn(1, 2, 200, 8)
     one, other = ClippedOffsets(2, init="normal"), ClippedOffsets(2, init="normal")

@@ -1,4 +1,4 @@
-"""Parts of large problems on threads of their own give the same numbers, bit for bit."""
+"""Parts of large problems on separate threads give the same numbers, bit for bit."""
 
 import math
 import os
@@ -24,7 +24,7 @@ def two_threads() -> Iterator[None]:
 
 
 def numbers(at_once: bool, prior: Prior | None = None, **options: Any) -> list[Tensor]:
-    """Output and gradients of a problem that is worth threads."""
+    """Return output and gradients of a problem large enough for threads."""
     generator = torch.Generator().manual_seed(0)
     heads = 4 if prior is None else prior.num_heads
     query = torch.randn(2, heads, 1100, 16, generator=generator, requires_grad=True)
@@ -53,7 +53,7 @@ def numbers(at_once: bool, prior: Prior | None = None, **options: Any) -> list[T
     ],
     ids=["table", "scaled", "pruned", "padded", "network"],
 )
-def test_the_numbers_are_the_same(options: dict[str, Any]) -> None:
+def test_threads_give_bitwise_equal_results(options: dict[str, Any]) -> None:
     if "key_padding_mask" in options:
         options = {"key_padding_mask": options["key_padding_mask"].expand(2, -1)}
     for alone, shared in zip(numbers(False, **options), numbers(True, **options), strict=True):
@@ -64,7 +64,7 @@ def shared(pieces: list[Any]) -> None:
     threads.share(pieces, lambda: None, at_once=True)
 
 
-def test_every_piece_is_done_once_by_threads_with_cores_of_their_own() -> None:
+def test_every_piece_runs_once_on_its_own_core() -> None:
     seen: list[tuple[int, int, bool]] = []
 
     def piece(number: int) -> Any:
@@ -89,7 +89,7 @@ def test_an_error_reaches_the_caller() -> None:
     shared([lambda workspace: None] * 4)
 
 
-def test_inference_mode_reaches_the_threads() -> None:
+def test_threads_inherit_inference_mode() -> None:
     with torch.inference_mode():
         out = torch.zeros(2)
         shared([lambda workspace: out[:1].add_(1), lambda workspace: out[1:].add_(1)])
@@ -97,7 +97,7 @@ def test_inference_mode_reaches_the_threads() -> None:
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system cannot fork a process")
-def test_a_forked_process_has_threads_of_its_own() -> None:
+def test_a_forked_process_has_its_own_threads() -> None:
     shared([lambda workspace: None] * 2)
     child = os.fork()
     if child == 0:
@@ -108,7 +108,7 @@ def test_a_forked_process_has_threads_of_its_own() -> None:
     assert os.waitstatus_to_exitcode(status) == 0
 
 
-def test_pieces_that_leave_threads_without_work_are_done_by_all_cores_one_after_another() -> None:
+def test_few_pieces_run_one_after_another_on_all_cores() -> None:
     busy = [pieces for pieces in range(1, 13) if threads.keep_busy(pieces, 2)]
     assert busy == [2, 4, 5, 6, 7, 8, 9, 10, 11, 12]
     assert [pieces for pieces in range(1, 13) if threads.keep_busy(pieces, 4)] == [4, 7, 8, 10, 11, 12]

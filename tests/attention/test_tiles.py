@@ -1,4 +1,4 @@
-"""Tiles hold every pair of query and key that may see each other, once, and little beside."""
+"""Tiles hold every visible pair of query and key exactly once, and few hidden pairs."""
 
 from typing import Any
 
@@ -20,7 +20,7 @@ def geometry_of(case: Case) -> Geometry:
 
 
 def counted(geometry: Geometry, tiles: list[Tile]) -> Tensor:
-    """How many tiles hold each pair."""
+    """Count the tiles that hold each pair."""
     count = torch.zeros(geometry.batch, geometry.num_queries, geometry.num_keys, dtype=torch.int64)
     for tile in tiles:
         count[tile.batches, tile.rows, tile.keys] += 1
@@ -42,7 +42,9 @@ REACHES = st.sampled_from([None, None, (0, 3), (-2, 7), (-40, 40), (3, 9)])
 
 @examples(50)
 @given(cases("none", longest=60), REACHES, st.integers(1, 30), st.integers(1, 9), st.sampled_from([None, 5, 16]))
-def test_row_blocks(case: Case, reach: tuple[int, int] | None, rows: int, diagonal: int, keys: int | None) -> None:
+def test_row_blocks_cover_all_rows_once(
+    case: Case, reach: tuple[int, int] | None, rows: int, diagonal: int, keys: int | None
+) -> None:
     geometry = geometry_of(case)
     tiling = Tiling.of(geometry, reach)
     blocks = list(tiling.row_blocks(rows, diagonal, keys))
@@ -62,7 +64,7 @@ def test_row_blocks(case: Case, reach: tuple[int, int] | None, rows: int, diagon
 
 @examples(50)
 @given(cases("none", longest=60), REACHES, st.integers(1, 30))
-def test_blocks(case: Case, reach: tuple[int, int] | None, rows: int) -> None:
+def test_blocks_cover_visible_pairs_once(case: Case, reach: tuple[int, int] | None, rows: int) -> None:
     geometry = geometry_of(case)
     tiling = Tiling.of(geometry, reach)
     tiles = list(tiling.blocks(rows))
@@ -76,7 +78,7 @@ def test_blocks(case: Case, reach: tuple[int, int] | None, rows: int) -> None:
 
 @examples(100)
 @given(st.integers(1, 9), st.integers(1, 4), st.integers(1, 6), st.integers(1, 50), st.booleans())
-def test_parts(batch: int, kv_heads: int, group: int, count: int, whole: bool) -> None:
+def test_parts_cover_all_texts_and_heads_once(batch: int, kv_heads: int, group: int, count: int, whole: bool) -> None:
     heads = kv_heads * group
     parts = divide(batch, heads, kv_heads, count, group if whole else 1)
     held = torch.zeros(batch, heads, dtype=torch.int64)
@@ -92,7 +94,7 @@ def test_parts(batch: int, kv_heads: int, group: int, count: int, whole: bool) -
 
 @examples(60, "unmasked")
 @given(cases("none", longest=300))
-def test_without_masks_distance_alone_hides(case: Case) -> None:
+def test_tiles_without_masks_hide_by_distance_only(case: Case) -> None:
     geometry = geometry_of(case)
     tiling = Tiling.of(geometry, None)
     if not tiling.masked:
@@ -130,7 +132,7 @@ def test_short_documents_and_gaps_in_the_padding_need_masks() -> None:
         assert tiling.masked
 
 
-def test_a_window_computes_little_beside_it() -> None:
+def test_a_window_computes_few_hidden_pairs() -> None:
     x = torch.zeros(1, 1, 20000, 1)
     tiling = Tiling.of(geometry_of(Case(x, x, x)), (0, 255))
     pairs = sum(

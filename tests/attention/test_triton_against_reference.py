@@ -13,7 +13,7 @@ from attention_errors import Cotangents, Result, compute, errors, float32_tolera
 from hypothesis import given
 from hypothesis import strategies as st
 from pruning_cases import small_blocks
-from test_half_precision import half_case, plain_attention, root_mean_square
+from test_half_precision_is_as_exact_as_plain_attention import half_case, plain_attention, root_mean_square
 from triton_cases import DEVICES, compute_on, configurations, configured, place, same
 
 from attention_priors import GeneralizedGaussian, KeySink, Laplace, RelativeBuckets, SSMax, Window, pruning_report
@@ -37,7 +37,7 @@ def check_exactness(device: str, case: Case) -> None:
 
 
 @pytest.mark.parametrize("name", every_other_slow(WITHOUT_NETWORKS, ["none", "laplace"]))
-def test_float32(name: str, device: str) -> None:
+def test_values_and_gradients_in_float32(name: str, device: str) -> None:
     @examples(1, f"triton {name}")
     @given(cases(name, longest=40, largest_batch=2, masks=False), configurations())
     def check(case: Case, configuration: Configuration) -> None:
@@ -48,8 +48,8 @@ def test_float32(name: str, device: str) -> None:
 
 
 @pytest.mark.slow
-def test_many_blocks(device: str) -> None:
-    """Longer sequences in blocks of every shape: what lies before, on and after the diagonal, and behind a window."""
+def test_many_blocks_match_the_reference(device: str) -> None:
+    """Longer sequences in blocks of every shape: pairs before, on and after the diagonal, and outside a window."""
 
     @examples(3, "blocks")
     @given(
@@ -69,8 +69,8 @@ def test_many_blocks(device: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("causal", [True, False])
-def test_positions_without_a_common_offset(device: str, causal: bool) -> None:
-    """They are read in, and so are documents that are not runs of tokens, with ids of any size."""
+def test_positions_without_a_common_offset_match(device: str, causal: bool) -> None:
+    """Kernels read such positions, and documents that are not contiguous, with ids of any size."""
     generator = torch.Generator().manual_seed(0)
     query, key, value = torch.randn(3, 2, 1, 20, 4, generator=generator)
     positions = torch.randint(0, 60, (2, 20), generator=generator)
@@ -85,7 +85,7 @@ def test_positions_without_a_common_offset(device: str, causal: bool) -> None:
         case = replace(Case(query, key, value, prior, causal, scale), **options)
         with configured(same(Blocks(16, 16, 4, 1))):
             check_exactness(device, case)
-            # Diagonals are not sums of a distance there: a learned table's gradient adds up in integers.
+            # Without a common distance per diagonal, the gradient of a learned table is summed in integers.
             learned = replace(case, prior=Laplace(1, learn=True))
             check_exactness(device, learned)
             cotangents = Cotangents.of(*learned.attend())
@@ -95,7 +95,7 @@ def test_positions_without_a_common_offset(device: str, causal: bool) -> None:
 
 @pytest.mark.slow
 def test_keys_shared_between_programs(device: str) -> None:
-    """Few queries and many keys, as in decoding: the results of several programs are merged."""
+    """With few queries and many keys, as in decoding, the results of several programs are merged."""
 
     @examples(2, "shares")
     @given(st.integers(2, 5), st.integers(1, 16), st.integers(40, 90), st.integers(0, 99), st.booleans())
@@ -125,8 +125,10 @@ def test_keys_shared_between_programs(device: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("scaled", every_other_deep(["", "all", "content"], ["all"]))
-def test_rows_that_float32_does_not_hold_among_others(scaled: str, device: str) -> None:
-    """One head's log-priors are near, one's far, and one's of its later rows: each is computed in one of two runs."""
+def test_rows_beyond_float32_are_computed_apart(scaled: str, device: str) -> None:
+    """Log-priors of one head are near, of one far, and of one far in later rows. Each row is computed in one of two
+    runs.
+    """
     prior = RelativeBuckets(3, num_buckets=32, max_distance=64)
     torch.manual_seed(0)
     with torch.no_grad():
@@ -147,8 +149,8 @@ def test_rows_that_float32_does_not_hold_among_others(scaled: str, device: str) 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("causal", [True, False])
-def test_blocks_that_are_left_out(device: str, causal: bool) -> None:
-    """Only the slots that a list keeps are visited; a query with none of them sees nothing."""
+def test_skipped_blocks_are_not_visited(device: str, causal: bool) -> None:
+    """Kernels visit only the listed slots. A query without listed slots sees no key."""
 
     slot = 32
 
@@ -186,7 +188,7 @@ def test_blocks_that_are_left_out(device: str, causal: bool) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("causal", [True, False])
-def test_pruned(device: str, causal: bool) -> None:
+def test_pruned_results_match_the_reference(device: str, causal: bool) -> None:
     generator = torch.Generator().manual_seed(0)
     query, key, value = (torch.randn(1, h, 150, 4, generator=generator) for h in (2, 1, 1))
     case = Case(query, key, value, Laplace(2, slopes=[2.0, 1e-3]), causal, tolerance=1e-3)
@@ -203,8 +205,8 @@ def test_pruned(device: str, causal: bool) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("theta_beta", [-8.0, 8.0])
-def test_rows_of_one_key_and_huge_log_priors(device: str, theta_beta: float) -> None:
-    """β < 0 makes the log-prior of distance 0 as low as -1e30 nats: the first row's weight is 1, its gradient 0."""
+def test_rows_of_one_key_with_huge_log_priors_match(device: str, theta_beta: float) -> None:
+    """β < 0 makes the log-prior of distance 0 as low as -1e30 nats. The first row has weight 1 and gradient 0."""
     prior = GeneralizedGaussian(2, learn=True)
     with torch.no_grad():
         prior.theta_beta.fill_(theta_beta)
@@ -218,8 +220,8 @@ def test_rows_of_one_key_and_huge_log_priors(device: str, theta_beta: float) -> 
                 check_exactness(device, replace(case, logit_scale=SSMax(2, init=0.7) if scaled else None))
 
 
-def test_rows_of_one_key_in_half_precision(device: str) -> None:
-    """A gradient of 0 stays 0 when it is multiplied by 1e30, whichever order a kernel adds its products up in."""
+def test_rows_of_one_key_have_gradient_0_in_half_precision(device: str) -> None:
+    """A gradient of 0 stays 0 when multiplied by 1e30, in any order of the products."""
     prior = GeneralizedGaussian(2, learn=True)
     with torch.no_grad():
         prior.theta_beta.fill_(-8.0)
@@ -234,8 +236,8 @@ def test_rows_of_one_key_in_half_precision(device: str) -> None:
             assert (grad == 0).all(), part
 
 
-def test_log_sum_exps_of_a_million_nats(device: str) -> None:
-    """A float32 of that size is wrong by 0.03, but weights are exact, and so are gradients."""
+def test_log_sum_exps_of_a_million_nats_keep_weights_exact(device: str) -> None:
+    """A float32 log-sum-exp of that size is wrong by 0.03, but weights and gradients are exact."""
     prior = RelativeBuckets(1)
     with torch.no_grad():
         prior.bias.fill_(1e6)
@@ -250,8 +252,8 @@ def test_log_sum_exps_of_a_million_nats(device: str) -> None:
         torch.testing.assert_close(found.grads[part].double(), grad.double(), rtol=0, atol=1e-5)
 
 
-def test_logit_scale_of_the_prior_in_half_precision(device: str) -> None:
-    """It learns in float32, as the prior does; keys are 0, so that the scale has no other part."""
+def test_logit_scale_of_the_prior_learns_in_float32(device: str) -> None:
+    """The logit scale learns in float32, as the prior does. Keys are 0, so the scale affects only the prior."""
     prior = GeneralizedGaussian(2, init="spread", learn=True)
     torch.manual_seed(0)
     query, value = torch.randn(1, 2, 40, 8).half(), torch.randn(1, 1, 40, 8).half()
@@ -269,12 +271,12 @@ HALF = [*itertools.product([torch.float16, torch.bfloat16], ["none", "generalize
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype_and_name", every_other_deep(HALF, HALF[::2]), ids=str)
-def test_half_precision(dtype_and_name: tuple[torch.dtype, str], device: str) -> None:
-    """No worse than plain attention with a dense float32 bias; and priors learn in float32."""
+def test_half_precision_is_as_exact_as_plain_attention(dtype_and_name: tuple[torch.dtype, str], device: str) -> None:
+    """Errors are no larger than in plain attention with a dense float32 bias, and priors learn in float32."""
     dtype, name = dtype_and_name
     floor = torch.finfo(dtype).eps / 16
     blocks = same(Blocks(64, 64, 4, 2))
-    # The interpreter cuts off what does not fit a bfloat16 where a device rounds it, which is wrong by twice as much.
+    # The interpreter truncates to bfloat16 where a device rounds, which doubles the error.
     times = 4 if device == "cpu" and dtype == torch.bfloat16 else 2
 
     @examples(1, f"triton {name} {dtype}")
@@ -307,8 +309,8 @@ def test_half_precision(dtype_and_name: tuple[torch.dtype, str], device: str) ->
 
 
 @pytest.mark.slow
-def test_head_dimensions(device: str) -> None:
-    """Padded to powers of two, wide ones too, and those of values may differ."""
+def test_any_head_dimension_matches(device: str) -> None:
+    """Head dimensions are padded to powers of two, also wide ones. Values may have another dimension."""
     blocks = same(Blocks(16, 16, 4, 1))
     for head_dim, value_dim in ((16, 33), (80, 64), (256, 96), (249, 256)):
         torch.manual_seed(head_dim)
@@ -318,8 +320,8 @@ def test_head_dimensions(device: str) -> None:
             check_exactness(device, Case(query, key, value, prior))
 
 
-def test_tensors_that_are_not_contiguous(device: str) -> None:
-    """Queries as projections leave them, ``(B, L, H, D)``, and keys whose columns lie apart."""
+def test_strided_tensors_match(device: str) -> None:
+    """Queries have the layout of projections, ``(B, L, H, D)``, and columns of keys are strided."""
     torch.manual_seed(0)
     query = torch.randn(2, 20, 2, 4).transpose(1, 2)
     key, value = torch.randn(2, 2, 4, 20).mT, torch.randn(2, 20, 2, 4).transpose(1, 2)
@@ -328,7 +330,7 @@ def test_tensors_that_are_not_contiguous(device: str) -> None:
 
 
 @pytest.mark.slow
-def test_same_inputs_same_result(device: str) -> None:
+def test_equal_inputs_give_equal_results(device: str) -> None:
     torch.manual_seed(0)
     query, key, value = (torch.randn(1, h, 40, 8) for h in (2, 1, 1))
     case = Case(query, key, value, RelativeBuckets(2), logit_scale=SSMax(2))
@@ -343,8 +345,8 @@ def test_same_inputs_same_result(device: str) -> None:
         assert torch.equal(first, second)
 
 
-def test_strides_beyond_32_bits(device: str, tmp_path: Path) -> None:
-    """Examples that lie more than 2^31 numbers apart, as in a view of a large cache; the file has next to no pages."""
+def test_strides_beyond_32_bits_match(device: str, tmp_path: Path) -> None:
+    """Examples are more than 2^31 numbers apart, as in a view of a large cache. The file is sparse."""
     if device != "cpu":
         pytest.skip("8 GiB of a device would be used: its memory is not sparse")
     torch.manual_seed(0)

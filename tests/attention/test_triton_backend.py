@@ -1,4 +1,4 @@
-"""What ``backend="triton"`` takes and refuses, and how it gets along with the rest of PyTorch."""
+"""Arguments that ``backend="triton"`` accepts and refuses, and its use with other parts of PyTorch."""
 
 from typing import Any
 from unittest import mock
@@ -28,14 +28,14 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_refuses(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unsupported_problems_are_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     options, match = REFUSED[name]
     with pytest.raises(ValueError, match=f"backend='triton'.*{match}"):
         attend(X, X, X, Laplace(2), backend="triton", **options)
 
 
-def test_refuses_float64_and_wide_heads(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_float64_and_wide_heads_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     with pytest.raises(ValueError, match="float64"):
         attend(X.double(), X.double(), X.double(), backend="triton")
@@ -44,26 +44,26 @@ def test_refuses_float64_and_wide_heads(monkeypatch: pytest.MonkeyPatch) -> None
         attend(wide, wide, wide, backend="triton")
 
 
-def test_refuses_more_heads_than_a_grid_has_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_more_heads_than_grid_rows_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     many = torch.zeros(65536, 1, 1, 1)
     with pytest.raises(ValueError, match="65535"):
         attend(many, many, many, backend="triton")
 
 
-def test_refuses_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_cpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     with pytest.raises(ValueError, match=r"backend='triton'.*CUDA.*cpu"):
         attend(X, X, X, backend="triton")
     attend(X, X, X)
 
 
-def test_says_that_triton_is_missing() -> None:
+def test_missing_triton_is_named() -> None:
     with mock.patch.object(triton_backend, "INSTALLED", False), pytest.raises(ValueError, match="not installed"):
         attend(X, X, X, backend="triton")
 
 
-def test_lists_of_kept_slots() -> None:
+def test_kept_slots_are_listed() -> None:
     kept = torch.tensor([[[[True, False, True, True], [False] * 4, [False, True, False, False]]]])
     counts, slots = visited(kept)
     assert counts.tolist() == [[[3, 0, 1]]]
@@ -95,7 +95,7 @@ def test_compiled_without_a_graph_break(device: str) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_vmap(device: str) -> None:
+def test_vmap_matches_a_loop(device: str) -> None:
     torch.manual_seed(0)
     tensors = torch.randn(3, 2, 1, 2, 6, 4, device=device)
     prior = Laplace(2).to(device)
@@ -110,8 +110,8 @@ def test_vmap(device: str) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_the_kernels_compute_all_of_it(device: str) -> None:
-    """No tile is computed beside them, unless positions have no common offset and the table is learned."""
+def test_kernels_compute_every_tile(device: str) -> None:
+    """Kernels compute every tile, unless positions have no common offset and the table is learned."""
     case = Case(X, X, X, Laplace(2, learn=True), document_ids=torch.tensor([[0, 0, 0, 1, 1, 1, 1, 1]]))
     cotangents = Cotangents.of(*case.attend())
     with (
@@ -124,7 +124,7 @@ def test_the_kernels_compute_all_of_it(device: str) -> None:
 
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_auto_takes_the_kernels_on_cuda() -> None:
+def test_auto_chooses_triton_on_cuda() -> None:
     case = place(Case(X, X, X, Laplace(2)), "cuda")
     with mock.patch.object(triton_backend, "forward", wraps=triton_backend.forward) as forward:
         case.attend("auto")
@@ -137,8 +137,8 @@ def test_auto_takes_the_kernels_on_cuda() -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
-def test_true_blocks_on_cuda(head_dim: int, dtype: torch.dtype) -> None:
-    """The blocks that are used, and memory that grows with the length alone."""
+def test_default_blocks_on_cuda_need_linear_memory(head_dim: int, dtype: torch.dtype) -> None:
+    """With default blocks, memory grows linearly with the length."""
     peaks = []
     for length in (1000, 2000):
         torch.manual_seed(0)
@@ -146,7 +146,7 @@ def test_true_blocks_on_cuda(head_dim: int, dtype: torch.dtype) -> None:
         prior = GeneralizedGaussian(2, init="spread", learn=True)
         case = Case(query, key, value, prior).to(dtype)
         expected = compute(place(case.to(torch.float64), "cuda"), "reference")
-        # What a half-precision output can be given as its gradient.
+        # Largest error of a gradient that comes from a half-precision output.
         out_grad = torch.randn_like(expected.out).to(dtype).double()
         cotangents = Cotangents(out_grad, torch.zeros_like(expected.lse))
         expected = compute(place(case.to(torch.float64), "cuda"), "reference", cotangents)
@@ -174,7 +174,7 @@ FAR_APART: dict[str, tuple[Tensor, Tensor]] = {
     "all keys": (PLACES - 2**40, PLACES),
     "all keys, with gaps": (PLACES - 2**32 - 2**20, PLACES * 2),
 }
-"""What is far apart lies in the future."""
+"""All far pairs are in the future."""
 
 
 @pytest.mark.slow
@@ -182,8 +182,8 @@ FAR_APART: dict[str, tuple[Tensor, Tensor]] = {
 @pytest.mark.parametrize(
     "name", every_other_deep(FAR_APART, ["keys of one example", "keys, just too far", "a query", "all keys, with gaps"])
 )
-def test_far_apart_is_refused_and_right_where_it_is_compiled(name: str, device: str) -> None:
-    """A compiled graph looks at no positions; causal masks hide pairs however far apart they are."""
+def test_far_apart_positions_are_refused_or_compiled_exactly(name: str, device: str) -> None:
+    """A compiled graph does not check positions. Causal masks hide pairs at any distance."""
     torch.manual_seed(0)
     query, key, value = (torch.randn(2, h, 20, 4, device=device, requires_grad=True) for h in (2, 1, 1))
     queries, keys = (positions.to(device) for positions in FAR_APART[name])
@@ -213,18 +213,18 @@ def test_far_apart_is_refused_and_right_where_it_is_compiled(name: str, device: 
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_queries_far_behind_all_keys_are_refused(device: str) -> None:
-    """A common offset makes few distances of them, but each is one that the kernels take for none."""
+    """A common offset leaves few distances, but kernels reserve such large distances for hidden pairs."""
     x = X.to(device)
     places = torch.arange(8, device=device)
     for apart in (2**30 - 8, 2**30 + 100, 2**40):
         with pytest.raises(ValueError, match="distances must be below 1073741823"):
             attend(x, x, x, Laplace(2).to(device), query_positions=places + apart, backend="triton")
-        attend(x, x, x, Window(2, 8).to(device), query_positions=places + apart)  # goes elsewhere
+        attend(x, x, x, Window(2, 8).to(device), query_positions=places + apart)  # uses another backend
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_examples_far_from_each_other(device: str) -> None:
-    """Positions of one example do not matter to another one's."""
+def test_examples_with_far_apart_positions_are_independent(device: str) -> None:
+    """Positions of one example do not affect another example."""
     torch.manual_seed(0)
     x = torch.randn(2, 2, 20, 4, device=device)
     places = torch.stack([PLACES, PLACES.flip(0) + 2**40]).to(device)

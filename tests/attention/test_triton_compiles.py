@@ -1,4 +1,4 @@
-"""Triton's kernels compile for CUDA devices; that takes no such device."""
+"""Triton's kernels compile for CUDA devices, on a machine without one."""
 
 import json
 import os
@@ -13,7 +13,7 @@ from processes import run_command
 
 PROGRAM = Path(__file__).with_name("triton_compile.py")
 SHARED_MEMORY = {"80": 99 * 1024, "90": 227 * 1024, "100": 227 * 1024}
-"""Of the devices of a generation that have the least: in the first, compute capability 8.6 and 8.9."""
+"""Shared memory in bytes of the smallest devices of a generation: for the first, compute capability 8.6 and 8.9."""
 
 
 def tools() -> Path | None:
@@ -42,10 +42,10 @@ def test_kernels_compile(capability: str, head_dim: str, kind: str) -> None:
     assert len(found) == 4
     for name, usage in found.items():
         assert usage["shared"] <= SHARED_MEMORY[capability], f"{name}: {usage}"
-        # The layout that fragments.py was written for.
+        # The layout that fragments.py expects.
         tiled = capability != "100" and kind not in ("positions", "far") and not name.startswith("rows")
         assert bool(usage["layouts"]) == tiled, name
         for layout in usage["layouts"]:
             assert re.search(r"nvidia_mma<.versionMajor = [23], .*warpsPerCTA = \[\d, 1\]", layout), f"{name}: {layout}"
-        # Up to so many bytes per thread stay in the first cache: the fastest blocks on an H200 spill 552.
+        # This many bytes per thread stay in the first cache. On an H200, the fastest blocks spill 552 bytes.
         assert usage["stack"] <= 600, f"{name}: {usage}"

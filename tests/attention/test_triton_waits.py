@@ -1,4 +1,4 @@
-"""A call of the kernels waits for no number: what a device has not computed yet, the host does not ask for."""
+"""The host does not wait for the device in a call of the kernels."""
 
 from collections import Counter
 from typing import Any
@@ -15,7 +15,7 @@ from attention_priors.attention.triton import backend as triton_backend
 from attention_priors.attention.triton.backend import Blocks
 
 WAITS = ("_local_scalar_dense", "is_nonzero", "equal", "nonzero", "_unique2", "unique_dim", "masked_select")
-"""Operators whose result's value or shape the host has to know."""
+"""Operators whose result has a value or shape that the host must read."""
 BODIES = {
     "block_attention": operator._attend,
     "block_attention_backward": operator._attend_backward,
@@ -25,7 +25,7 @@ LENGTH = 40
 
 
 class Waits(TorchDispatchMode):
-    """Count them, also inside this package's own operators."""
+    """Counter of waits, including waits inside this package's own operators."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -50,19 +50,19 @@ OPTIONS: dict[str, tuple[dict[str, Any], int]] = {
     "a null key": ({"null_logit": NullKey(2)}, 0),
     "documents": ({"document_ids": (torch.arange(LENGTH) // 9).unsqueeze(0)}, 1),
 }
-"""And how often they wait: documents are looked at, for those in order leave out blocks."""
+"""Options of a call, each with its number of waits. Documents need one, because ordered documents skip blocks."""
 
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("name", OPTIONS)
-def test_forward_and_backward(name: str, device: str) -> None:
+def test_forward_and_backward_do_not_wait(name: str, device: str) -> None:
     options, times = OPTIONS[name]
     moved: dict[str, Any] = {
         key: value.to(device) if isinstance(value, torch.Tensor | torch.nn.Module) else value
         for key, value in options.items()
     }
     prior = (GeneralizedGaussian(2, learn=True) + Window(2, 30)).to(device)
-    if name != "documents":  # whose positions are looked at on CPUs, to keep the sink's numbers
+    if name != "documents":  # its positions are checked on the CPU, to cache the sink's numbers
         prior = prior + KeySink(2, 8).to(device)
     query, key, value = (torch.randn(1, 2, LENGTH, 16, device=device).requires_grad_() for _ in range(3))
     with configured(same(Blocks(16, 16, 4, 1))), Waits() as waits:
@@ -83,8 +83,8 @@ CAPTURED: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("name", CAPTURED)
-def test_a_captured_graph_looks_at_no_number(name: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Then nothing is known of documents and positions, and all pairs are gone through."""
+def test_a_captured_graph_reads_no_numbers(name: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Documents and positions are then unknown, so all pairs are visited."""
     options: dict[str, Any] = {key: value.to(device) for key, value in CAPTURED[name].items()}
     prior = Laplace(2, learn=True).to(device)
     query, key, value = (torch.randn(1, 2, LENGTH, 16, device=device).requires_grad_() for _ in range(3))
@@ -104,8 +104,8 @@ def test_a_captured_graph_looks_at_no_number(name: str, device: str, monkeypatch
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("device", DEVICES[:1])  # a CUDA device that stops is lost to the process
-def test_a_captured_graph_stops_at_positions_it_was_not_made_for(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("device", DEVICES[:1])  # a CUDA device with a failed assertion is lost to the process
+def test_a_captured_graph_fails_at_other_positions(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     x, places = torch.randn(1, 2, LENGTH, 16, device=device), PLACES.to(device)
     for module in (geometry, operator, tiles_backend, triton_backend):
         monkeypatch.setattr(module, "is_captured", lambda: True)
@@ -113,7 +113,7 @@ def test_a_captured_graph_stops_at_positions_it_was_not_made_for(device: str, mo
         attend(x, x, x, Laplace(2).to(device), query_positions=2 * places, key_positions=places, backend="triton")
 
 
-def test_what_waits_is_seen() -> None:
+def test_waits_are_counted() -> None:
     x = torch.randn(3)
     with Waits() as waits:
         assert float(x.abs().sum()) > 0

@@ -1,4 +1,4 @@
-"""Attention problems for Triton's kernels: on a CUDA device, or on the CPU by Triton's interpreter, in small blocks."""
+"""Attention problems for Triton's kernels, in small blocks: on a CUDA device, or on the CPU by Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ DEVICES = [
     ),
     pytest.param("cuda", marks=[pytest.mark.cuda, pytest.mark.skipif(not ON_CUDA, reason="needs a CUDA device")]),
 ]
-"""What every test of the kernels is run on."""
+"""Devices of the kernels' tests."""
 
 
 def place(case: Case, device: str) -> Case:
-    """The same problem on a device."""
+    """Move a problem to a device."""
     moved = {}
     for part in fields(case):
         value = getattr(case, part.name)
@@ -46,7 +46,7 @@ def place(case: Case, device: str) -> Case:
 
 
 def compute_on(device: str, case: Case, cotangents: Cotangents | None = None) -> Result:
-    """What the kernels give, back on the CPU."""
+    """Compute a problem by the kernels, and return the results on the CPU."""
     if cotangents is not None:
         cotangents = Cotangents(cotangents.out.to(device), cotangents.lse.to(device))
     found = compute(place(case, device), "triton", cotangents)
@@ -55,7 +55,7 @@ def compute_on(device: str, case: Case, cotangents: Cotangents | None = None) ->
 
 @st.composite
 def configurations(draw: st.DrawFn, slot: int = backend.SLOT) -> Configuration:
-    """Blocks so small that short sequences need several, which divide a slot; rows and keys as many, or not."""
+    """Draw blocks that divide a slot. They are so small that short sequences need several, square or not."""
     sizes = [size for size in (16, 32, 64) if size <= slot]
 
     def blocks() -> Blocks:
@@ -65,13 +65,13 @@ def configurations(draw: st.DrawFn, slot: int = backend.SLOT) -> Configuration:
 
 
 def same(blocks: Blocks) -> Configuration:
-    """The same blocks for all kernels."""
+    """Return one block size for all kernels."""
     return Configuration(blocks, blocks, blocks)
 
 
 @contextmanager
 def configured(configuration: Configuration, slot: int = backend.SLOT) -> Iterator[None]:
-    """Run kernels in these blocks; the interpreter also checks that every address lies inside a tensor."""
+    """Run kernels with these blocks. The interpreter also checks that every address lies inside a tensor."""
     with (
         mock.patch.multiple(backend, configuration=lambda *_: configuration, SLOT=slot),
         nullcontext() if ON_CUDA else guarded_memory(),
@@ -81,7 +81,7 @@ def configured(configuration: Configuration, slot: int = backend.SLOT) -> Iterat
 
 
 class Guard:
-    """The interpreter's access to memory, which looks at every address first."""
+    """Check every address that the interpreter accesses."""
 
     def __init__(self, memory: Any) -> None:
         self.memory = memory
@@ -135,7 +135,7 @@ def guarded_memory() -> Iterator[None]:
 
 @contextmanager
 def language_patched_once_a_launch() -> Iterator[None]:
-    """Replace ``triton.language`` once per launch and module; the interpreter does so at each call of a function."""
+    """Patch ``triton.language`` once per launch and module. The interpreter does so at each call of a function."""
     from triton.runtime import interpreter
 
     patch = interpreter._patch_lang

@@ -1,7 +1,7 @@
-"""Compile Triton's kernels for CUDA devices, without having one, and print what each would use there, as JSON.
+"""Compile Triton's kernels for CUDA devices, without having one, and print the resources of each kernel as JSON.
 
-Run as a program, without the interpreter: ``python triton_compile.py 90 64 bf16 plain slots`` (compute capability,
-head dimension, dtype, kinds of problems).
+Run as a program, without the interpreter: ``python triton_compile.py 90 64 bf16 plain slots`` (compute capability, head
+dimension, dtype, kinds of problems).
 """
 
 from __future__ import annotations
@@ -50,12 +50,13 @@ LEFT_OUT = {
     "positions": (*SLOTS, *KEYS, "FAR"),
     "far": ("IS_FAR", "KEY_LOW", "OWN_HIGH", "OWN_LOW", *SLOTS, *POSITIONS),
 }
-"""Which pointers are None: all but the table; all but table and biases of keys; those to positions; those that tell
-what slots see each other; or, of what is computed in float64, those to either."""
+"""Pointers that are None, by kind of problem. ``plain`` has only the table; ``keys`` has key biases too; ``slots``
+has no positions; ``positions`` has no slots; ``far`` (computed in float64) has neither.
+"""
 
 
 def variant(kernel: Any, size: backend.Blocks, head_dim: int, dtype: str, kind: str, capability: int) -> ASTSource:
-    """A kernel as it is compiled for a kind of problem."""
+    """Return a kernel's source as compiled for a kind of problem."""
     signature, constants, attributes = {}, {}, {}
     for index, parameter in enumerate(kernel.params):
         name = parameter.name
@@ -88,7 +89,7 @@ def variant(kernel: Any, size: backend.Blocks, head_dim: int, dtype: str, kind: 
 
 
 def usage(source: ASTSource, size: backend.Blocks, capability: int) -> dict[str, Any]:
-    """Registers per thread, bytes of them spilled to the stack, shared memory in bytes, and layouts of tiles."""
+    """Return registers per thread, bytes spilled to the stack, shared memory in bytes, and layouts of tiles."""
     compiled = triton.compile(
         source,
         target=GPUTarget("cuda", capability, 32),
@@ -110,7 +111,7 @@ def usage(source: ASTSource, size: backend.Blocks, capability: int) -> dict[str,
 
 
 def layouts(code: str) -> list[str]:
-    """Layouts of the tiles of which PTX takes all numbers of a thread at once."""
+    """Return the layouts of tiles whose numbers PTX takes all at once in a thread."""
     names = re.findall(r"elementwise_inline_asm .*packed_element = (?:[2-9]|\d\d+) .*, (#\w+)> loc", code)
     return [line.split(" = ", 1)[1] for line in code.splitlines() if line.split(" = ")[0] in names]
 
