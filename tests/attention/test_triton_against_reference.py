@@ -13,7 +13,7 @@ from attention_errors import Cotangents, Result, compute, errors, float32_tolera
 from hypothesis import given
 from hypothesis import strategies as st
 from pruning_cases import small_blocks
-from test_half_precision_is_as_exact_as_plain_attention import half_case, plain_attention, root_mean_square
+from test_half_precision import half_case, plain_attention, root_mean_square
 from triton_cases import DEVICES, compute_on, configurations, configured, place, same
 
 from attention_priors import GeneralizedGaussian, KeySink, Laplace, RelativeBuckets, SSMax, Window, pruning_report

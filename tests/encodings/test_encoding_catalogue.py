@@ -1,4 +1,4 @@
-"""What holds for every encoding in the catalogue."""
+"""Properties of every encoding in the catalogue."""
 
 import inspect
 import json
@@ -27,7 +27,7 @@ SAMPLES: dict[str, list[dict[str, Any]]] = {
     "shaw": [{"head_dim": 8}, {"head_dim": 4, "max_offset": 3, "values": False}],
     "linear": [{"width": 5}],
 }
-"""By name: what the constructor is given; all that it needs, then all that it takes."""
+"""Constructor arguments by name of the encoding: first the required ones, then all."""
 
 every_encoding = pytest.mark.parametrize(
     ("name", "arguments"),
@@ -48,7 +48,7 @@ def test_every_encoding_of_the_catalogue_has_a_sample():
 
 
 @every_encoding
-def test_config_makes_the_round_trip_through_json(name: str, arguments: dict[str, Any]):
+def test_configs_survive_json(name: str, arguments: dict[str, Any]):
     torch.manual_seed(0)
     encoding = ENCODINGS[name](**arguments)
     config = encoding.to_config()
@@ -65,7 +65,7 @@ def test_config_makes_the_round_trip_through_json(name: str, arguments: dict[str
 
 
 @every_encoding
-def test_sizes_may_come_from_the_surroundings(name: str, arguments: dict[str, Any]):
+def test_the_model_may_supply_sizes(name: str, arguments: dict[str, Any]):
     known = {key: arguments[key] for key in ("width", "head_dim") if key in arguments}
     config = {"name": name} | {key: value for key, value in arguments.items() if key not in known}
     assert len(known) == 1
@@ -75,7 +75,7 @@ def test_sizes_may_come_from_the_surroundings(name: str, arguments: dict[str, An
 
 
 @every_encoding
-def test_state_makes_the_round_trip_through_safetensors(name: str, arguments: dict[str, Any]):
+def test_state_survives_safetensors(name: str, arguments: dict[str, Any]):
     torch.manual_seed(0)
     encoding, again = ENCODINGS[name](**arguments), ENCODINGS[name](**arguments)
     again.load_state_dict(load(save(encoding.state_dict())), strict=True)
@@ -104,7 +104,7 @@ def test_additive_encodings_give_a_vector_per_position(name: str, arguments: dic
 
 
 @every_encoding
-def test_may_be_built_without_memory_and_filled_later(name: str, arguments: dict[str, Any]):
+def test_encodings_may_be_built_on_meta_and_filled_later(name: str, arguments: dict[str, Any]):
     with torch.device("meta"):
         encoding = ENCODINGS[name](**arguments)
     assert all(parameter.device.type == "meta" for parameter in encoding.parameters())
@@ -119,25 +119,25 @@ def test_may_be_built_without_memory_and_filled_later(name: str, arguments: dict
         torch.testing.assert_close(encoding.state_dict()[key], value, rtol=0, atol=0)
 
 
-def test_none_is_no_encoding():
+def test_none_gives_no_encoding():
     assert encoding_from_config(None) is None
     assert encoding_from_config(None, width=4, head_dim=2) is None
 
 
-def test_bare_name_is_a_description():
+def test_a_name_is_a_config():
     encoding = encoding_from_config("rotary", width=32, head_dim=8)
     assert encoding is not None
     assert encoding.to_config() == ENCODINGS["rotary"](head_dim=8).to_config()
 
 
-def test_unknown_name_is_an_error_that_lists_the_known():
+def test_unknown_names_raise_an_error_that_lists_known_names():
     with pytest.raises(ValueError, match="unknown encoding 'rope'") as error:
         encoding_from_config("rope", head_dim=8)
     for name in ENCODINGS:
         assert name in str(error.value)
 
 
-def test_wrong_arguments_are_errors_that_name_them():
+def test_wrong_arguments_are_named():
     with pytest.raises(ValueError, match="'linear' has no argument 'head_dim'; expected one of width"):
         encoding_from_config({"name": "linear", "head_dim": 8})
     with pytest.raises(ValueError, match="'learned' needs the argument 'max_length'"):

@@ -25,18 +25,18 @@ def test_learned_table_starts_like_gpt2():
 
 
 @pytest.mark.parametrize("position", [5, 6, 4096])
-def test_position_past_the_learned_table_is_an_error_that_names_both(position: int):
+def test_a_position_past_the_learned_table_raises_an_error(position: int):
     with pytest.raises(ValueError, match=rf"position {position} is past the end .* 5 positions.*max_length"):
         LearnedTable(3, 5)(torch.tensor([0, position, 1]))
 
 
-def test_padding_before_the_first_position_is_no_error():
+def test_padding_before_the_first_position_is_allowed():
     encoding = LearnedTable(3, 5)
     assert torch.isfinite(encoding(torch.tensor([-4096, -1, 0]))).all()
     assert encoding(torch.empty(0, dtype=torch.long)).shape == (0, 3)
 
 
-def test_learned_table_trains_the_rows_it_used():
+def test_learned_table_trains_used_rows():
     encoding = LearnedTable(2, 4)
     encoding(torch.tensor([1, 3, 3])).sum().backward()
     assert encoding.table.grad is not None

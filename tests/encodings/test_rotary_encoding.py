@@ -29,12 +29,12 @@ def test_ntk_multiplies_the_base(head_dim: int, base: float, factor: float):
     frequencies, magnitude = Rotary(head_dim, base, "ntk", factor).frequencies()
     assert frequencies.tolist() == pytest.approx(expected, rel=1e-5)
     assert magnitude == 1.0
-    # That is: the longest period is stretched by the factor, the shortest not at all.
+    # The longest period is stretched by the factor, and the shortest stays.
     usual = Rotary(head_dim, base).frequencies()[0]
     assert (usual[-1] / frequencies[-1]).item() == pytest.approx(factor, rel=1e-5)
 
 
-def test_frequencies_by_their_formulas():
+def test_frequencies_match_their_formulas():
     usual = Rotary(8, base=100.0).frequencies()
     assert usual[0].tolist() == pytest.approx([100 ** (-r / 4) for r in range(4)], rel=1e-6)
     assert usual[1] == 1.0
@@ -43,7 +43,7 @@ def test_frequencies_by_their_formulas():
     yarn = Rotary(64, scaling="yarn", factor=16.0, original_length=2048).frequencies()
     assert yarn[1] == pytest.approx(0.1 * math.log(16) + 1)
     usual = Rotary(64).frequencies()
-    ratio = usual[0] / yarn[0]  # high frequencies as they were, low ones interpolated, a ramp between
+    ratio = usual[0] / yarn[0]  # high frequencies unchanged, low ones interpolated, a ramp between
     assert ratio[0].item() == pytest.approx(1)
     assert ratio[-1].item() == pytest.approx(16)
     assert (ratio.diff() >= -1e-4).all()
@@ -62,7 +62,7 @@ def test_base_multiplier_multiplies_the_base(arguments: dict[str, Any], multipli
 @every_scaling
 @thorough
 @given(st.integers(0, FAR), st.integers(0, FAR), st.integers(0, FAR), st.integers(0, 1000))
-def test_product_depends_on_the_distance_alone(arguments: dict[str, Any], i: int, j: int, shift: int, seed: int):
+def test_products_depend_on_distance_only(arguments: dict[str, Any], i: int, j: int, shift: int, seed: int):
     generator = torch.Generator().manual_seed(seed)
     q, k = torch.randn(2, 1, 1, 1, 8, dtype=torch.float64, generator=generator)
     encoding = Rotary(8, **arguments)
@@ -76,7 +76,7 @@ def test_product_depends_on_the_distance_alone(arguments: dict[str, Any], i: int
 @every_scaling
 @thorough
 @given(st.integers(0, FAR), st.integers(0, 1000))
-def test_norm_is_kept_but_for_yarns_factor(arguments: dict[str, Any], position: int, seed: int):
+def test_norms_change_only_by_yarns_factor(arguments: dict[str, Any], position: int, seed: int):
     x = torch.randn(1, 1, 1, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
     encoding = Rotary(8, **arguments)
     magnitude = 0.1 * math.log(4) + 1 if arguments.get("scaling") == "yarn" else 1.0
@@ -92,7 +92,7 @@ def test_far_positions_keep_their_phases_in_float32():
     assert encoding(x, torch.tensor([FAR]))[0, 0, 0].tolist() == pytest.approx(expected, abs=1e-6)
 
 
-def test_first_position_is_left_alone():
+def test_position_0_is_unchanged():
     x = torch.randn(1, 2, 1, 8)
     torch.testing.assert_close(Rotary(8)(x, torch.tensor([0])), x, rtol=0, atol=0)
 
@@ -113,7 +113,7 @@ def test_positions_may_be_shared_or_per_sequence():
     torch.testing.assert_close(shifted[1:], Rotary(8)(x[1:], positions + 9))
 
 
-def test_may_be_built_without_memory():
+def test_rotary_may_be_built_on_meta():
     with torch.device("meta"):
         encoding = Rotary(8, scaling="yarn", factor=2.0, original_length=64)
         frequencies, _ = encoding.frequencies()
@@ -123,7 +123,7 @@ def test_may_be_built_without_memory():
 
 
 @every_scaling
-def test_tensors_without_numbers_leave_nothing_behind(arguments: dict[str, Any]):
+def test_fake_tensors_leave_nothing_in_the_cache(arguments: dict[str, Any]):
     x, positions, encoding = torch.randn(1, 1, 4, 8), torch.arange(4), Rotary(8, **arguments)
     for _ in range(2):
         with FakeTensorMode():
@@ -155,11 +155,11 @@ def test_tensors_without_numbers_leave_nothing_behind(arguments: dict[str, Any])
         ),
     ],
 )
-def test_impossible_argument_is_named(arguments: dict[str, Any], message: str):
+def test_invalid_arguments_are_named(arguments: dict[str, Any], message: str):
     with pytest.raises(ValueError, match=message):
         Rotary(**{"head_dim": 8, **arguments})
 
 
-def test_vectors_of_another_width_are_an_error():
+def test_vectors_of_another_width_are_refused():
     with pytest.raises(ValueError, match=r"head dimension 8, got shape \(1, 2, 3, 4\)"):
         Rotary(8)(torch.zeros(1, 2, 3, 4), torch.arange(3))

@@ -4,13 +4,13 @@ import torch
 from attention_priors.encodings import ShawVectors
 
 
-def test_index_is_the_offset_from_query_to_key_clipped():
+def test_index_is_the_clipped_offset_from_query_to_key():
     encoding = ShawVectors(4, max_offset=2)
     distances = torch.tensor([-1000, -3, -2, -1, 0, 1, 2, 3, 1000])  # i - j
     assert encoding.index(distances).tolist() == [4, 4, 4, 3, 2, 1, 0, 0, 0]
 
 
-def test_every_index_has_a_vector_and_every_vector_an_index():
+def test_vectors_and_indices_correspond():
     encoding = ShawVectors(4, max_offset=7)
     index = encoding.index(torch.arange(-20, 21))
     assert sorted(set(index.tolist())) == list(range(15))
@@ -19,14 +19,14 @@ def test_every_index_has_a_vector_and_every_vector_an_index():
     assert encoding.value_vectors.shape == (15, 4)
 
 
-def test_values_may_go_without():
+def test_vectors_of_values_are_optional():
     encoding = ShawVectors(4, values=False)
     assert encoding.value_vectors is None
     assert [key for key, _ in encoding.named_parameters()] == ["key_vectors"]
     encoding.reset_parameters()
 
 
-def test_starts_small():
+def test_initial_vectors_are_small():
     torch.manual_seed(0)
     encoding = ShawVectors(64, max_offset=200)
     assert encoding.value_vectors is not None

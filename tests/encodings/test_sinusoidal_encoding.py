@@ -15,7 +15,7 @@ def vaswani(position: int, width: int, base: float = 10_000.0) -> list[float]:
 
 
 @pytest.mark.parametrize(("width", "base"), [(2, 10_000.0), (16, 10_000.0), (10, 50.0)])
-def test_is_the_papers_formula_up_to_far_positions(width: int, base: float):
+def test_sinusoids_match_the_papers_formula_at_far_positions(width: int, base: float):
     positions = [0, 1, 2, 100, 4095, 999_983, 2**20]
     found = Sinusoidal(width, base)(torch.tensor(positions))
     assert found.shape == (len(positions), width)

@@ -8,7 +8,7 @@ from transformers import BloomConfig, BloomForCausalLM, MptConfig, MptForCausalL
 
 VOCABULARY = 40
 TOLERANCE = 1e-4
-"""Of logits, in float32, whose size is of the order of 10."""
+"""Largest error of float32 logits whose size is of the order of 10."""
 
 
 def bloom(heads: int = 4, **changes: Any) -> BloomForCausalLM:
@@ -44,7 +44,9 @@ def tokens(batch: int = 3, length: int = 9, seed: int = 0) -> Tensor:
 
 
 def padded(batch: int = 3, length: int = 9) -> Tensor:
-    """An attention mask: the first text padded on the left, the second on the right, the others not."""
+    """Return an attention mask with the first text padded on the left, the second on the right, and the others
+    unpadded.
+    """
     mask = torch.ones(batch, length, dtype=torch.long)
     mask[0, :3] = 0
     mask[1, length - 2 :] = 0

@@ -1,7 +1,7 @@
-"""A checkpoint in the layout of BAM's authors, with random weights, and a small model of their forward pass.
+"""A checkpoint in the layout of BAM's authors, with random weights, and a small implementation of their forward pass.
 
-It reads the state dict itself and shares no code with the library: from BAM, section 2 and Appendix C, and SSMax over
-content and prior, or over content alone.
+The forward pass reads the state dict itself and shares no code with the library. It follows BAM, section 2 and Appendix
+C, with SSMax over content and prior, or over content only.
 """
 
 import math
@@ -26,7 +26,7 @@ def random_checkpoint(
     names: tuple[str, str, str] = ("shape", "scale", "loc"),
     seed: int = 0,
 ) -> dict[str, Tensor]:
-    """``shared``: one prior for all layers, one for each, or (None) no prior."""
+    """Return random weights. ``shared`` selects one prior for all layers, one per layer, or (None) no prior."""
     generator = torch.Generator().manual_seed(seed)
 
     def matrix(rows: int, columns: int) -> Tensor:
@@ -64,7 +64,9 @@ def random_checkpoint(
 
 
 def alibi_slopes(heads: int) -> list[float]:
-    """Slopes of the ALiBi paper: ``2^(-8h/H)``; between powers of two, every second slope of the next power follows."""
+    """Return the slopes of the ALiBi paper: ``2^(-8h/H)``, and between powers of two every second slope of the next
+    power.
+    """
     power = 2 ** math.floor(math.log2(heads))
     fine = [2 ** (-4 * h / power) for h in range(1, 2 * power + 1, 2)]
     return [2 ** (-8 * h / power) for h in range(1, power + 1)] + fine[: heads - power]
@@ -80,7 +82,7 @@ def forward(
     scales_prior: bool = True,
     slopes: list[float] | None = None,
 ) -> Tensor:
-    """Logits ``(B, L, vocabulary)``, in float64; with ``slopes``, those of ALiBi in nats per token."""
+    """Compute logits ``(B, L, vocabulary)`` in float64. ``slopes`` are ALiBi's, in nats per token."""
     w = {name: tensor.double() for name, tensor in weights.items()}
     batch, length = ids.shape
     place = torch.arange(length)

@@ -1,4 +1,4 @@
-"""What an attached model must compute, by the dense formula and transformers' own matrices of masks."""
+"""Expected results of attached models, by the dense formula and transformers' own mask matrices."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def _forward(
     s_aux: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """One text per row, without a cache: slots are positions, but for padding at the left."""
+    """Return positions of one text per row, without a cache: slots, except for left padding."""
     attached = getattr(module, ATTRIBUTE, None)
     group, length = query.shape[1] // key.shape[1], query.shape[2]
     key, value = (x.repeat_interleave(group, 1) for x in (key, value))
@@ -56,8 +56,8 @@ def _forward(
 
 @torch.no_grad()
 def dense_logits(model: Any, **inputs: Any) -> Tensor:
-    """The attached model's logits, with attention by the dense formula."""
-    # Under the same name: an attached model refuses to go by another one.
+    """Compute the attached model's logits with attention by the dense formula."""
+    # The name stays: an attached model refuses another attention implementation.
     AttentionInterface.register(IMPLEMENTATION, _forward)
     AttentionMaskInterface.register(IMPLEMENTATION, _mask)
     try:

@@ -1,4 +1,4 @@
-"""What is attached goes into files and comes back, alone and with the model."""
+"""Attached modules are saved and loaded, as an adapter and with the model."""
 
 import copy
 import json
@@ -53,7 +53,7 @@ KINDS: dict[str, dict[str, Any]] = {
 
 
 def changed(family: str, kind: str) -> Any:
-    """A model with something attached that has learned."""
+    """Return a model whose attached modules have learned."""
     model = attach(tiny(family), **KINDS[kind])
     generator = torch.Generator().manual_seed(3)
     with torch.no_grad():
@@ -78,7 +78,7 @@ def logits(model: Any) -> Tensor:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
-def test_an_adapter_comes_back(family: str, kind: str, tmp_path: Path) -> None:
+def test_adapters_survive_saving(family: str, kind: str, tmp_path: Path) -> None:
     model = changed(family, kind)
     save_adapter(model, tmp_path)
     assert {path.name for path in tmp_path.iterdir()} == {DESCRIPTION, WEIGHTS, CARD}
@@ -91,7 +91,7 @@ def test_an_adapter_comes_back(family: str, kind: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("shard", ["5GB", "20KB"])
-def test_a_model_comes_back_with_what_is_attached(
+def test_models_survive_saving_with_attached_modules(
     family: str, shard: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     model = changed(family, "sum, scaled")
@@ -105,7 +105,7 @@ def test_a_model_comes_back_with_what_is_attached(
     assert torch.equal(logits(loaded), logits(detach(model)))
 
 
-def test_a_model_in_a_subfolder(tmp_path: Path) -> None:
+def test_models_load_from_a_subfolder(tmp_path: Path) -> None:
     model = changed("llama", "described")
     model.save_pretrained(tmp_path / "inner")
     assert torch.equal(logits(load_attached(tmp_path, subfolder="inner")), logits(model))
@@ -114,7 +114,7 @@ def test_a_model_in_a_subfolder(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_all_kinds_come_back_with_their_model(kind: str, tmp_path: Path) -> None:
+def test_all_model_kinds_survive_saving(kind: str, tmp_path: Path) -> None:
     model = changed("llama", kind)
     model.save_pretrained(tmp_path)
     loaded = load_attached(tmp_path)
@@ -135,20 +135,20 @@ def test_half_precision_models_keep_float32_priors(tmp_path: Path) -> None:
     assert torch.equal(logits(load_adapter(tiny("llama").to(torch.bfloat16), tmp_path / "adapter")), logits(model))
 
 
-def test_without_us_the_model_is_plain(tmp_path: Path) -> None:
+def test_from_pretrained_alone_loads_the_plain_model(tmp_path: Path) -> None:
     """``from_pretrained`` alone leaves the priors out."""
     model = changed("llama", "described")
     model.save_pretrained(tmp_path)
     plain = AutoModelForCausalLM.from_pretrained(tmp_path)
     assert not attached_priors(plain)
     assert torch.equal(logits(plain), logits(detach(model)))
-    # And with its config's word for it, they can be attached again.
+    # The saved config describes the attached modules, so they can be attached again.
     with pytest.raises(ValueError, match="nothing to attach"):
         attach(plain)
 
 
 @pytest.mark.deep
-def test_a_new_process_generates_the_same(tmp_path: Path) -> None:
+def test_a_new_process_generates_equal_tokens(tmp_path: Path) -> None:
     model = changed("llama", "sum, scaled")
     model.save_pretrained(tmp_path)
     options: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None}
@@ -165,7 +165,7 @@ def test_a_new_process_generates_the_same(tmp_path: Path) -> None:
     assert json.loads(found.stdout.splitlines()[-1]) == expected.tolist()
 
 
-def test_pushed_to_the_hub(tmp_path: Path) -> None:
+def test_adapters_can_be_pushed_to_the_hub(tmp_path: Path) -> None:
     model = changed("llama", "described")
     seen: dict[str, Any] = {}
 
@@ -197,7 +197,7 @@ def test_pushed_to_the_hub(tmp_path: Path) -> None:
 # ---- errors
 
 
-def test_nothing_attached(tmp_path: Path) -> None:
+def test_models_without_attached_modules_are_refused(tmp_path: Path) -> None:
     model = tiny("llama")
     with pytest.raises(ValueError, match="no attached priors"):
         save_adapter(model, tmp_path)
@@ -211,7 +211,7 @@ def test_nothing_attached(tmp_path: Path) -> None:
         load_adapter(model, tmp_path)
 
 
-def test_another_model(tmp_path: Path) -> None:
+def test_adapters_of_another_model_are_refused(tmp_path: Path) -> None:
     save_adapter(changed("llama", "described"), tmp_path)
     for other in (
         tiny("llama", num_hidden_layers=1),
@@ -226,7 +226,7 @@ def test_another_model(tmp_path: Path) -> None:
         assert logits(other).shape == (2, 20, 64)
 
 
-def test_another_kind_of_model_of_the_same_sizes(tmp_path: Path) -> None:
+def test_adapters_of_another_model_type_are_refused(tmp_path: Path) -> None:
     save_adapter(changed("llama", "described"), tmp_path)
     other = tiny("gpt2")
     with pytest.raises(ValueError, match=r"a base model of type 'llama' \(LlamaForCausalLM\), not 'gpt2' \(GPT2LMHead"):
@@ -240,20 +240,20 @@ MISSING = {"adapter": lambda name: load_adapter(tiny("llama"), name), "model": l
 
 @pytest.mark.parametrize("what", MISSING)
 @pytest.mark.parametrize("missing", ["./nowhere", "/nowhere", "a/b/c", "nowhere/"])
-def test_a_path_that_is_missing_is_not_looked_for_on_the_hub(what: str, missing: str) -> None:
+def test_missing_local_paths_cause_no_download(what: str, missing: str) -> None:
     with pytest.raises(FileNotFoundError, match=f"{what} '{missing}' does not exist as a folder"):
         MISSING[what](missing)
 
 
 @pytest.mark.parametrize("what", MISSING)
-def test_a_file_in_place_of_a_folder(what: str, tmp_path: Path) -> None:
+def test_files_in_place_of_folders_are_refused(what: str, tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").touch()
     with pytest.raises(FileNotFoundError, match=r"must be a folder .*, got a file"):
         MISSING[what](tmp_path / "model.safetensors")
 
 
 @pytest.mark.parametrize("error", [HFValidationError("Repo id must"), LocalEntryNotFoundError("not cached")])
-def test_what_the_hub_does_not_have_either(error: Exception) -> None:
+def test_failed_downloads_are_explained(error: Exception) -> None:
     with (
         mock.patch("attention_priors.hf.adapter.snapshot_download", side_effect=error),
         pytest.raises(OSError, match="adapter 'nowhere' does not exist as a folder and cannot be downloaded"),
@@ -272,7 +272,9 @@ def test_what_the_hub_does_not_have_either(error: Exception) -> None:
         ("config.json", None, "config.json"),
     ],
 )
-def test_damaged_models(load: Any, inside: str, file: str, kept: float | None, complaint: str, tmp_path: Path) -> None:
+def test_damaged_models_are_refused(
+    load: Any, inside: str, file: str, kept: float | None, complaint: str, tmp_path: Path
+) -> None:
     folder = tmp_path / inside
     changed("llama", "described").save_pretrained(folder, max_shard_size="20KB" if "index" in file else "1GB")
     path = folder / file
@@ -282,7 +284,7 @@ def test_damaged_models(load: Any, inside: str, file: str, kept: float | None, c
         load(tmp_path, **({"subfolder": inside} if inside else {}))
 
 
-def test_a_damaged_description_in_a_config(tmp_path: Path) -> None:
+def test_damaged_configs_are_refused(tmp_path: Path) -> None:
     changed("llama", "described").save_pretrained(tmp_path)
     content = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(
@@ -305,7 +307,7 @@ def test_a_damaged_description_in_a_config(tmp_path: Path) -> None:
         "empty",
     ],
 )
-def test_damaged_files(damage: str, tmp_path: Path) -> None:
+def test_damaged_files_are_refused(damage: str, tmp_path: Path) -> None:
     save_adapter(changed("llama", "described"), tmp_path)
     weights, description = tmp_path / WEIGHTS, json.loads((tmp_path / DESCRIPTION).read_text())
     match = {
@@ -343,7 +345,7 @@ def test_damaged_files(damage: str, tmp_path: Path) -> None:
 
 
 class Steep(Laplace):
-    """A prior that the catalogue does not have."""
+    """Prior outside the catalogue."""
 
     name = "steep"
 

@@ -1,4 +1,4 @@
-"""BLOOM and MPT with priors against transformers' own code. float32, logits of the order of 10, within 1e-4."""
+"""BLOOM and MPT with priors against transformers' own code: float32 logits of the order of 10 agree within 1e-4."""
 
 import copy
 from collections.abc import Callable
@@ -27,29 +27,29 @@ both_families = pytest.mark.parametrize("make", [bloom, mpt])
 
 
 def twins(make: Make, **changes: object) -> tuple[Any, Any]:
-    """transformers' own, and ours with the same weights."""
+    """Return transformers' model, and ours with equal weights."""
     model = make(**changes)
     return model, use_priors(copy.deepcopy(model))
 
 
 @every_model
-def test_logits_are_those_of_transformers(make: Make) -> None:
+def test_logits_match_transformers(make: Make) -> None:
     theirs, ours = twins(make)
     assert difference(logits(theirs, tokens()), logits(ours, tokens())) < TOLERANCE
     mask = padded()
     expected = logits(theirs, tokens(), attention_mask=mask)
-    assert difference(expected, logits(theirs, tokens()), mask) > 0.1  # the mask matters
+    assert difference(expected, logits(theirs, tokens()), mask) > 0.1  # the mask has an effect
     assert difference(expected, logits(ours, tokens(), attention_mask=mask), mask) < TOLERANCE
 
 
 @both_families
 @given(heads=st.integers(1, 7), length=st.integers(1, 12), hidden=st.lists(st.integers(0, 11), max_size=6))
 @settings(max_examples=examples(5))
-def test_any_number_of_heads_and_any_padding(make: Make, heads: int, length: int, hidden: list[int]) -> None:
+def test_any_number_of_heads_and_any_padding_match(make: Make, heads: int, length: int, hidden: list[int]) -> None:
     theirs, ours = twins(make, heads=heads)
     mask = torch.ones(2, length, dtype=torch.long)
     mask[0, [place for place in hidden if place < length]] = (
-        0  # also in between, where BLOOM counts tokens and not slots
+        0  # also in the middle of a text, where BLOOM counts tokens, not slots
     )
     ids = tokens(2, length)
     a, b = (logits(model, ids, attention_mask=mask) for model in (theirs, ours))
@@ -57,16 +57,16 @@ def test_any_number_of_heads_and_any_padding(make: Make, heads: int, length: int
 
 
 @given(heads=st.integers(1, 80), alibi_bias_max=st.integers(1, 20))
-def test_slopes_of_mpt(heads: int, alibi_bias_max: int) -> None:
+def test_slopes_match_mpt(heads: int, alibi_bias_max: int) -> None:
     published = build_mpt_alibi_tensor(heads, 2, alibi_bias_max)[:, 0]
     torch.testing.assert_close(-torch.tensor(mpt_slopes(heads, alibi_bias_max)), published[:, 0])
 
 
 @both_families
-def test_loss_and_gradients_are_those_of_transformers(make: Make) -> None:
+def test_loss_and_gradients_match_transformers(make: Make) -> None:
     theirs, ours = twins(make)
     ids, mask = tokens(), padded()
-    first = mask.cumsum(-1) == 1  # padding predicts it, and sees nothing: transformers averages over all values there
+    first = mask.cumsum(-1) == 1  # padding predicts it but sees no key: transformers then averages all values
     labels = ids.masked_fill((mask == 0) | first, -100)
     for model in (theirs, ours):
         model(ids, attention_mask=mask, labels=labels).loss.backward()
@@ -76,9 +76,9 @@ def test_loss_and_gradients_are_those_of_transformers(make: Make) -> None:
 
 
 @both_families
-def test_dropout_of_weights_draws_the_same(make: Make) -> None:
+def test_dropout_draws_equal_weights(make: Make) -> None:
     theirs: Any = bloom(attention_dropout=0.4) if make is bloom else mpt()
-    if make is mpt:  # its config takes whole numbers alone
+    if make is mpt:  # its config accepts integers only
         for block in theirs.transformer.blocks:
             block.attn.attn_dropout_p = 0.4
     ours = use_priors(copy.deepcopy(theirs))
@@ -92,7 +92,7 @@ def test_dropout_of_weights_draws_the_same(make: Make) -> None:
 
 
 @both_families
-def test_gradient_checkpointing(make: Make) -> None:
+def test_gradient_checkpointing_keeps_gradients(make: Make) -> None:
     model = use_priors(make()).train()
     ids = tokens()
     gradients = []
@@ -108,7 +108,7 @@ def test_gradient_checkpointing(make: Make) -> None:
 @both_families
 @pytest.mark.parametrize("beams", [1, 3])
 @pytest.mark.parametrize("cache", ["dynamic", "static", None])
-def test_generate(make: Make, beams: int, cache: str | None) -> None:
+def test_generated_tokens_match(make: Make, beams: int, cache: str | None) -> None:
     theirs, ours = twins(make)
     mask = torch.ones(3, 9, dtype=torch.long)
     mask[0, :4] = 0
@@ -121,11 +121,11 @@ def test_generate(make: Make, beams: int, cache: str | None) -> None:
 
 
 @both_families
-def test_chunks_over_a_cache(make: Make) -> None:
+def test_chunks_over_a_cache_match(make: Make) -> None:
     theirs, ours = twins(make)
     ids, mask = tokens(), torch.ones(3, 9, dtype=torch.long)
     mask[0, :2] = 0
-    mask[1, 5] = 0  # in between, where BLOOM counts tokens and MPT slots
+    mask[1, 5] = 0  # in the middle of a text, where BLOOM counts tokens and MPT slots
     whole = logits(theirs, ids, attention_mask=mask)
     for cache in (DynamicCache(config=ours.config), StaticCache(config=ours.config, max_cache_len=16)):
         parts = []
@@ -135,7 +135,7 @@ def test_chunks_over_a_cache(make: Make) -> None:
 
 
 @both_families
-def test_a_prefix_computed_once(make: Make) -> None:
+def test_a_cached_prefix_can_be_reused(make: Make) -> None:
     theirs, ours = twins(make)
     prefix, rest = tokens(1, 5), tokens(2, 4, seed=1)
     cache = DynamicCache(config=ours.config)
@@ -146,7 +146,7 @@ def test_a_prefix_computed_once(make: Make) -> None:
 
 
 @both_families
-def test_bfloat16_is_no_farther_from_float32_than_transformers(make: Make) -> None:
+def test_bfloat16_errors_are_no_larger_than_in_transformers(make: Make) -> None:
     theirs, ours = twins(make)
     exact = logits(theirs, tokens(4, 48))
     errors = []
@@ -158,7 +158,7 @@ def test_bfloat16_is_no_farther_from_float32_than_transformers(make: Make) -> No
 
 
 @both_families
-def test_autocast_is_no_farther_from_float32_than_transformers(make: Make) -> None:
+def test_autocast_errors_are_no_larger_than_in_transformers(make: Make) -> None:
     theirs, ours = twins(make)
     exact = logits(theirs, tokens(4, 48))
     errors = []
@@ -170,7 +170,7 @@ def test_autocast_is_no_farther_from_float32_than_transformers(make: Make) -> No
     assert errors[1] < 1.1 * errors[0]
 
 
-def test_fixed_slopes_follow_to_where_they_are_needed() -> None:
+def test_fixed_slopes_move_to_the_needed_device() -> None:
     model: Any = use_priors(bloom())
     first, second = (block.self_attention for block in model.transformer.h)
     assert first.prior is second.prior
@@ -181,20 +181,20 @@ def test_fixed_slopes_follow_to_where_they_are_needed() -> None:
     assert prior_for(first, torch.device("cpu")) is first.prior
 
 
-def test_mpt_goes_on_beyond_the_length_of_its_table() -> None:
+def test_mpt_continues_beyond_the_length_of_its_table() -> None:
     ours = use_priors(mpt(max_seq_len=8))
     assert difference(logits(mpt(max_seq_len=64), tokens(2, 20)), logits(ours, tokens(2, 20))) < TOLERANCE
 
 
 @pytest.mark.parametrize("settings_of_mpt", [{"alibi": False}, {"alibi_bias_max": 16}])
-def test_what_transformers_ignores_is_warned_of(settings_of_mpt: dict[str, object]) -> None:
+def test_options_that_transformers_ignores_raise_a_warning(settings_of_mpt: dict[str, object]) -> None:
     theirs = mpt(attn_config=settings_of_mpt)
     with pytest.warns(UserWarning, match="transformers ignores"):
         ours = use_priors(copy.deepcopy(theirs))
     assert difference(logits(theirs, tokens()), logits(ours, tokens())) < TOLERANCE
 
 
-def test_slopes_of_the_config_are_those_of_its_alibi() -> None:
+def test_slopes_follow_the_config() -> None:
     theirs: Any = mpt(attn_config={"alibi_bias_max": 16})
     ours = use_priors(copy.deepcopy(theirs), slopes=mpt_slopes(4, 16))
     theirs.transformer.build_mpt_alibi_tensor = lambda heads, length, device: build_mpt_alibi_tensor(heads, length, 16)
@@ -202,7 +202,7 @@ def test_slopes_of_the_config_are_those_of_its_alibi() -> None:
     assert difference(logits(mpt(), tokens()), logits(ours, tokens())) > 0.01
 
 
-def test_a_mask_of_queries_and_keys_for_mpt() -> None:
+def test_mpt_accepts_dense_masks() -> None:
     theirs, ours = twins(mpt)
     hidden = torch.ones(9, 9).triu(1).expand(3, 1, 9, 9).clone()
     hidden[:, :, 5:, :5] = 1  # two documents
@@ -214,7 +214,7 @@ def test_a_mask_of_queries_and_keys_for_mpt() -> None:
 
 
 @both_families
-def test_restoring_is_exact(make: Make) -> None:
+def test_restoring_gives_the_original_model(make: Make) -> None:
     model = make()
     before, keys = logits(model, tokens(), attention_mask=padded()), list(model.state_dict())
     kinds, modules = [type(module) for module in model.modules()], [id(module) for module in model.modules()]
@@ -227,7 +227,7 @@ def test_restoring_is_exact(make: Make) -> None:
     assert torch.equal(logits(model, tokens(), attention_mask=padded()), before)
 
 
-def test_other_heads_of_the_same_model() -> None:
+def test_other_model_heads_are_supported() -> None:
     torch.manual_seed(0)
     theirs = BloomForSequenceClassification(bloom().config).eval()
     theirs.config.pad_token_id = 0
@@ -261,7 +261,7 @@ def test_decoding_compiles_over_a_static_cache(make: Make) -> None:
 
 
 @both_families
-def test_embeddings_in_place_of_tokens(make: Make) -> None:
+def test_embeddings_replace_tokens(make: Make) -> None:
     theirs, ours = twins(make)
     embeddings = theirs.get_input_embeddings()(tokens()).detach()
     with torch.no_grad():
@@ -269,7 +269,7 @@ def test_embeddings_in_place_of_tokens(make: Make) -> None:
     assert difference(expected, got, padded()) < TOLERANCE
 
 
-def test_training_moves_as_transformers_does() -> None:
+def test_training_matches_transformers() -> None:
     theirs, ours = twins(bloom)
     losses, last = [], 0.0
     for model in (theirs, ours):
@@ -285,10 +285,10 @@ def test_training_moves_as_transformers_does() -> None:
     assert losses[0] == pytest.approx(losses[1], rel=1e-4)
 
 
-# ---- what is refused
+# ---- errors
 
 
-def test_refuses_models_it_does_not_know() -> None:
+def test_unknown_models_are_refused() -> None:
     with pytest.raises(ValueError, match="expected BLOOM, MPT, or a model with T5's relative bias"):
         use_priors(torch.nn.Linear(2, 2))
     with pytest.raises(ValueError, match="does not use priors"):
@@ -300,7 +300,7 @@ def test_refuses_models_it_does_not_know() -> None:
         use_priors(model)
 
 
-def test_refuses_a_forward_that_is_wrapped() -> None:
+def test_wrapped_forwards_are_refused() -> None:
     model: Any = bloom()
     attention = model.transformer.h[1].self_attention
     attention.forward = attention.forward
@@ -315,14 +315,14 @@ def test_refuses_a_forward_that_is_wrapped() -> None:
         restore_attention(model)
 
 
-def test_offloading_after_the_change() -> None:
+def test_offloading_works_after_the_change() -> None:
     model = use_priors(bloom())
     expected = logits(model, tokens())
     cpu_offload(model, execution_device=torch.device("cpu"))
     assert torch.equal(logits(model, tokens()), expected)
 
 
-def test_refuses_attention_with_code_of_its_own() -> None:
+def test_custom_attention_code_is_refused() -> None:
     class OwnAttention(BloomAttention):
         pass
 
@@ -333,7 +333,7 @@ def test_refuses_attention_with_code_of_its_own() -> None:
 
 
 @pytest.mark.parametrize(("make", "target"), [(bloom, "query_key_value"), (mpt, "Wqkv")])
-def test_with_lora(make: Make, target: str) -> None:
+def test_lora_trains_beside_priors(make: Make, target: str) -> None:
     config = LoraConfig(target_modules=[target], init_lora_weights=False)
     theirs = get_peft_model(make(), config).eval()
     ours = use_priors(copy.deepcopy(theirs))
@@ -344,7 +344,7 @@ def test_with_lora(make: Make, target: str) -> None:
     assert difference(expected, logits(use_priors(merged), tokens())) < TOLERANCE
 
 
-def test_several_models_in_one() -> None:
+def test_nested_models_are_supported() -> None:
     parts: Any = [bloom(4), bloom(6), mpt(6), mpt(5)]
     expected = [logits(part, tokens()) for part in parts]
     use_priors(torch.nn.ModuleList(parts))
@@ -353,7 +353,7 @@ def test_several_models_in_one() -> None:
 
 
 @both_families
-def test_refuses_attention_weights_and_wrong_masks(make: Make) -> None:
+def test_attention_weights_and_wrong_masks_are_refused(make: Make) -> None:
     model = use_priors(make())
     with pytest.raises(ValueError, match="output_attentions=True"):
         model(tokens(), output_attentions=True)
@@ -365,7 +365,7 @@ def test_refuses_attention_weights_and_wrong_masks(make: Make) -> None:
         model(tokens(3, 1), attention_mask=torch.zeros(3, 1), past_key_values=cache)
 
 
-def test_the_table_of_mpt_ends_and_a_prior_does_not() -> None:
+def test_priors_continue_beyond_mpts_table() -> None:
     model = mpt(max_seq_len=32)
     check_positions(model, 32)
     with pytest.raises(ValueError, match="has a table of 32 positions and cannot read rows of 33 tokens"):

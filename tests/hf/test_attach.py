@@ -1,4 +1,4 @@
-"""Priors attached to models of transformers: at the identity, away from it, with caches, padding and packing."""
+"""Priors attached to models of transformers: at the uniform start, away from it, with caches, padding and packing."""
 
 import copy
 import math
@@ -45,7 +45,7 @@ PACKED = torch.tensor([[*range(9), *range(11)]] * 2)
 
 
 def scatter(model: Any) -> Any:
-    """Move every attached parameter to a random place, of each layer another one."""
+    """Move every attached parameter to a random value, different in each layer."""
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for part in attached_priors(model).values():
@@ -57,7 +57,7 @@ def scatter(model: Any) -> Any:
 
 @torch.no_grad()
 def everything(model: Any) -> dict[str, Tensor]:
-    """Logits of all the ways a model is used, at tokens that are not padding."""
+    """Return the logits of every use of a model, at tokens that are not padding."""
     seen = {
         "plain": model(IDS).logits,
         "without cache": model(IDS, use_cache=False).logits,
@@ -72,7 +72,7 @@ def everything(model: Any) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def in_chunks(model: Any, cache: Any, mask: Tensor | None, ends: tuple[int, ...] = (7, 8, 15, 16, 20)):
-    """Prefill, decoding, prefill, decoding, prefill."""
+    """Feed a text as prefill, decoding, prefill, decoding, prefill."""
     found, start = [], 0
     for end in ends:
         seen = None if mask is None else mask[:, :end]
@@ -82,10 +82,10 @@ def in_chunks(model: Any, cache: Any, mask: Tensor | None, ends: tuple[int, ...]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_at_the_uniform_start_nothing_changes(family: str) -> None:
+def test_the_uniform_start_changes_nothing(family: str) -> None:
     model = tiny(family)
     before = everything(model)
-    # Beside a sink a constant counts, and that of the Generalized Gaussian's uniform start is -1.
+    # Beside a sink, constants matter. The Generalized Gaussian's uniform start is -1.
     options: dict[str, Any] = UNIFORM | ({"prior": "relative_buckets"} if family in WITH_SINKS else {})
     attach(model, **options)
     assert len(attached_priors(model)) == LAYERS
@@ -96,7 +96,7 @@ def test_at_the_uniform_start_nothing_changes(family: str) -> None:
 
 @pytest.mark.parametrize("layer", range(LAYERS))
 @pytest.mark.parametrize("family", WITH_SINKS)
-def test_sinks_stay_also_in_layers_without_a_prior(family: str, layer: int) -> None:
+def test_sinks_stay_in_layers_without_a_prior(family: str, layer: int) -> None:
     model = tiny(family)
     before = everything(model)
     attach(model, "uniform", layers=[layer])
@@ -104,7 +104,7 @@ def test_sinks_stay_also_in_layers_without_a_prior(family: str, layer: int) -> N
         assert float((before[name] - logits).abs().max()) <= 1e-5, name
 
 
-def test_a_constant_beside_sinks_is_told() -> None:
+def test_a_constant_beside_sinks_raises_a_warning() -> None:
     """The Generalized Gaussian's uniform start is -1 nat everywhere."""
     with pytest.warns(UserWarning, match="layer 0 has sinks beside its keys, and the prior's maximum is -1 nats"):
         attach(tiny("gpt_oss"), "generalized_gaussian")
@@ -116,8 +116,8 @@ def test_a_constant_beside_sinks_is_told() -> None:
 
 @pytest.mark.parametrize("layers", [None, [0], [1]])
 @pytest.mark.parametrize("family", WITH_SINKS)
-def test_sinks_train(family: str, layers: list[int] | None) -> None:
-    """As they do in the model as it was."""
+def test_sinks_get_their_gradients(family: str, layers: list[int] | None) -> None:
+    """Sinks train as in the original model."""
     grads = []
     for attached in (False, True):
         model = tiny(family)
@@ -134,7 +134,7 @@ def test_sinks_train(family: str, layers: list[int] | None) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_detached_it_is_what_it_was(family: str) -> None:
+def test_detach_restores_the_original_model(family: str) -> None:
     model = tiny(family)
     before, state, config = everything(model), copy.deepcopy(model.state_dict()), model.config.to_dict()
     implementation = model.config._attn_implementation
@@ -152,7 +152,7 @@ def test_detached_it_is_what_it_was(family: str) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_models_made_from_one_config_have_nothing_to_do_with_each_other(family: str) -> None:
+def test_models_of_one_config_are_independent(family: str) -> None:
     one = tiny(family)
     other = type(one)(one.config).eval()
     assert other.config is one.config
@@ -171,8 +171,8 @@ def test_models_made_from_one_config_have_nothing_to_do_with_each_other(family: 
 
 @pytest.mark.parametrize("what", ["stationary", "absolute"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_logits_are_those_of_the_dense_formula(family: str, what: str) -> None:
-    """Under transformers' own matrices of masks: causal, padded, windows, packed."""
+def test_logits_match_the_dense_formula(family: str, what: str) -> None:
+    """Uses transformers' own mask matrices: causal, padded, windows, packed."""
     model = scatter(attach(tiny(family), **(STATIONARY if what == "stationary" else ABSOLUTE)))
     cases: dict[str, dict[str, Any]] = {"plain": {}, "padded": {"attention_mask": PADDED}}
     if family != "opt" and what == "stationary":
@@ -188,7 +188,7 @@ def test_logits_are_those_of_the_dense_formula(family: str, what: str) -> None:
 
 @pytest.mark.parametrize("what", ["stationary", "absolute"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_caches_change_nothing(family: str, what: str) -> None:
+def test_caches_change_no_logits(family: str, what: str) -> None:
     model = scatter(attach(tiny(family), **(STATIONARY if what == "stationary" else ABSOLUTE)))
     with torch.no_grad():
         for mask in (None, PADDED):
@@ -203,7 +203,7 @@ def test_caches_change_nothing(family: str, what: str) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_left_padded_texts_generate_what_they_generate_alone(family: str) -> None:
+def test_left_padding_changes_no_generated_token(family: str) -> None:
     model = scatter(attach(tiny(family), **ABSOLUTE))
     options: dict[str, Any] = {"max_new_tokens": 10, "do_sample": False, "eos_token_id": None}
     together = model.generate(IDS.masked_fill(PADDED == 0, 0), attention_mask=PADDED, **options)
@@ -215,12 +215,12 @@ def test_left_padded_texts_generate_what_they_generate_alone(family: str) -> Non
 
 
 @pytest.mark.parametrize("options", [{"num_beams": 3}, {"cache_implementation": "static"}, {"use_cache": False}])
-def test_ways_to_generate(options: dict[str, Any]) -> None:
+def test_generation_modes_agree(options: dict[str, Any]) -> None:
     model = scatter(attach(tiny("llama"), **STATIONARY))
     common: dict[str, Any] = {"max_new_tokens": 10, "do_sample": False, "eos_token_id": None, "attention_mask": PADDED}
     found = model.generate(IDS, **common, **options)
     if "num_beams" in options:
-        # A beam is worth at least as much as the greedy text.
+        # A beam is at least as likely as the greedy text.
         greedy = model.generate(IDS, **common)
         assert isinstance(greedy, Tensor)
         assert isinstance(found, Tensor)
@@ -241,7 +241,7 @@ def _log_likelihood(model: Any, texts: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_gradients_reach_priors_and_training_changes_the_logits(family: str) -> None:
-    """At the uniform start θα has no gradient, as its curve is flat: it learns from the second step on."""
+    """At the uniform start, θα has no gradient because its curve is flat. It learns from the second step on."""
     model = attach(tiny(family), **UNIFORM)
     before = model(IDS).logits.detach()
     optimizer = torch.optim.SGD([p for part in attached_priors(model).values() for p in part.parameters()], lr=0.5)
@@ -258,7 +258,7 @@ def test_gradients_reach_priors_and_training_changes_the_logits(family: str) -> 
     assert float((model(IDS).logits - before).abs().max()) > 1e-5
 
 
-def test_the_same_gradients_with_checkpointing() -> None:
+def test_gradient_checkpointing_keeps_gradients() -> None:
     model = scatter(attach(tiny("gemma3"), **STATIONARY)).train()
     found = []
     for options in (None, {"use_reentrant": False}, {"use_reentrant": True}):
@@ -274,7 +274,7 @@ def test_the_same_gradients_with_checkpointing() -> None:
             torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
 
 
-def test_frozen_models_train_their_priors_alone() -> None:
+def test_frozen_models_train_only_their_priors() -> None:
     model = attach(tiny("llama"), **UNIFORM, freeze_model=True).train()
     names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
     assert names
@@ -297,7 +297,7 @@ def test_priors_stay_float32(dtype: torch.dtype) -> None:
         assert float((model(IDS).logits.float() - exact).abs().max()) <= 0.1 * float(exact.abs().max())
 
 
-def test_mixed_precision() -> None:
+def test_mixed_precision_keeps_float32_priors() -> None:
     model = scatter(attach(tiny("llama"), **STATIONARY))
     exact = model(IDS).logits.detach()
     with torch.autocast("cpu", torch.bfloat16):
@@ -308,10 +308,10 @@ def test_mixed_precision() -> None:
         assert all(p.grad is not None and p.grad.dtype == torch.float32 for p in part.parameters() if p.requires_grad)
 
 
-# ---- packing, weights, masks of one's own
+# ---- packing, weights, custom masks
 
 
-def test_packed_sequences_are_as_if_alone() -> None:
+def test_packed_sequences_match_separate_ones() -> None:
     model = scatter(attach(tiny("llama"), **ABSOLUTE))
     with torch.no_grad():
         packed = model(IDS, position_ids=PACKED, use_cache=False).logits
@@ -320,7 +320,7 @@ def test_packed_sequences_are_as_if_alone() -> None:
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "gemma3"])
-def test_packing_that_is_not_heeded_is_said(family: str) -> None:
+def test_packing_with_a_cache_raises_a_warning(family: str) -> None:
     model = attach(tiny(family), **UNIFORM)
     with pytest.warns(UserWarning, match="use_cache=False"):
         model(IDS, position_ids=PACKED, use_cache=True)
@@ -338,7 +338,7 @@ def test_opt_refuses_packing() -> None:
 
 @pytest.mark.parametrize("layers", [None, [1]])
 @pytest.mark.parametrize("family", ["llama", "mistral", "gpt2"])
-def test_attention_weights_can_be_had(family: str, layers: list[int] | None) -> None:
+def test_attention_weights_are_returned(family: str, layers: list[int] | None) -> None:
     model = scatter(attach(tiny(family), **STATIONARY, layers=layers))
     with torch.no_grad():
         out = model(IDS, attention_mask=PADDED, output_attentions=True)
@@ -353,8 +353,8 @@ def test_attention_weights_can_be_had(family: str, layers: list[int] | None) -> 
             assert float(weights[1].tril(-WINDOW).abs().max()) == 0
 
 
-def test_a_mask_of_ones_own() -> None:
-    """(B, 1, Lq, Lk), as transformers takes it: boolean, True = visible, or added."""
+def test_custom_masks_match_the_dense_formula() -> None:
+    """A mask ``(B, 1, Lq, Lk)`` as in transformers: boolean, True = visible, or additive."""
     model = scatter(attach(tiny("llama"), **STATIONARY))
     visible = torch.ones(20, 20, dtype=torch.bool).tril().repeat(2, 1, 1, 1)
     visible[:, :, 12:, 3:7] = False
@@ -373,7 +373,7 @@ def test_a_mask_of_ones_own() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bool, torch.float32])
 @torch.no_grad()
-def test_a_mask_that_does_not_say_where_queries_stand_is_refused(dtype: torch.dtype) -> None:
+def test_masks_without_query_positions_are_refused(dtype: torch.dtype) -> None:
     model = scatter(attach(tiny("llama"), **STATIONARY))
     visible = torch.ones(20, 32, dtype=torch.bool).tril().repeat(2, 1, 1, 1)
     mask = visible if dtype == torch.bool else torch.zeros(visible.shape).masked_fill(~visible, -3.4e38)
@@ -390,8 +390,8 @@ def test_a_mask_that_does_not_say_where_queries_stand_is_refused(dtype: torch.dt
 
 @pytest.mark.parametrize("family", ["mistral", "gemma3"])
 @torch.no_grad()
-def test_what_a_window_shows_is_counted_without_padding_inside_a_text(family: str) -> None:
-    """Whether or not a cache has dropped what came before the window."""
+def test_windows_do_not_count_padding_inside_a_text(family: str) -> None:
+    """The result does not depend on whether the cache has dropped keys before the window."""
     model = scatter(attach(tiny(family), **STATIONARY))
     mask = torch.ones(2, 20, dtype=torch.long)
     mask[0, 8:11] = 0
@@ -404,7 +404,7 @@ def test_what_a_window_shows_is_counted_without_padding_inside_a_text(family: st
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "opt"])
 @torch.no_grad()
-def test_layers_with_nothing_attached_see_no_future_in_a_static_cache(family: str) -> None:
+def test_unattached_layers_see_no_future_in_a_static_cache(family: str) -> None:
     model = tiny(family)
     expected = model(IDS).logits
     attach(model, "uniform", layers=[1])
@@ -418,17 +418,17 @@ def test_layers_with_nothing_attached_see_no_future_in_a_static_cache(family: st
     assert torch.equal(found, plain)  # pyright: ignore[reportArgumentType]
 
 
-# ---- which layers and heads
+# ---- selected layers and heads
 
 
-def test_some_layers() -> None:
+def test_selected_layers_match_the_dense_formula() -> None:
     model = scatter(attach(tiny("llama"), **STATIONARY, layers=[-1]))
     assert list(attached_priors(model)) == [LAYERS - 1]
     torch.testing.assert_close(model(IDS).logits, dense_logits(model, input_ids=IDS), rtol=0, atol=2e-5)
 
 
-def test_layers_of_several_kinds() -> None:
-    """Each layer has its kind's parts and the common ones; a kind with nothing leaves its layers unchanged."""
+def test_layer_kinds_may_have_different_parts() -> None:
+    """Each layer has the parts of its kind and the common parts. A kind without parts leaves its layers unchanged."""
     kinds = {"own": {"prior": {"name": "window", "size": 4}}, "plain": {"logit_scale": None}}
     model = scatter(
         attach(tiny("llama"), logit_scale="residual_ssmax", layer_pattern=["plain", "own"], layer_kinds=kinds)
@@ -443,7 +443,7 @@ def test_layers_of_several_kinds() -> None:
     torch.testing.assert_close(model(IDS).logits, alone(IDS).logits, rtol=0, atol=0)
 
 
-def test_positions_are_dropped_in_layers_of_one_kind() -> None:
+def test_positions_can_be_dropped_in_one_layer_kind() -> None:
     kinds: dict[str, Any] = {"rotary": {}, "set": {"drop_positions": True}}
     model = attach(tiny("llama"), "laplace", layer_pattern=["rotary", "set"], layer_kinds=kinds)
     torch.testing.assert_close(model(IDS).logits, dense_logits(model, input_ids=IDS), rtol=0, atol=2e-5)
@@ -454,7 +454,7 @@ def test_positions_are_dropped_in_layers_of_one_kind() -> None:
 
 
 @pytest.mark.parametrize("options", [STATIONARY, ABSOLUTE])
-def test_some_heads(options: dict[str, Any]) -> None:
+def test_selected_heads_match_the_dense_formula(options: dict[str, Any]) -> None:
     model = scatter(attach(tiny("qwen3"), **options, heads=[3, 1]))
     part = attached_priors(model)[0]
     assert part.prior is not None
@@ -468,7 +468,7 @@ def test_some_heads(options: dict[str, Any]) -> None:
     model(IDS, labels=IDS).loss.backward()
 
 
-def test_a_network_of_a_scaled_distance_on_some_heads() -> None:
+def test_selected_heads_may_have_a_network_of_a_scaled_distance() -> None:
     model = scatter(attach(tiny("llama"), "fire", heads=[3, 1]))
     torch.testing.assert_close(model(IDS).logits, dense_logits(model, input_ids=IDS), rtol=0, atol=2e-5)
 
@@ -479,14 +479,14 @@ def test_parameters_of_some_heads_are_named_after_their_priors() -> None:
     found = prior.natural_parameters()
     assert {name.split(".")[0] for name in found} == {"laplace", "key_sink"}
     slopes = found["laplace.slope"].tolist()
-    # Of the heads that have the prior, in the order of the layer; the others have none.
+    # Parameters belong to the heads with the prior, in the order of the layer. The other heads have none.
     assert [math.isnan(slope) for slope in slopes] == [True, False, True, False]
     assert (slopes[3], slopes[1]) == pytest.approx(Laplace(2).slope.tolist())
     with pytest.raises(TypeError, match="has no description"):
         prior.to_config()
 
 
-def test_a_prior_that_layers_share() -> None:
+def test_layers_may_share_a_prior() -> None:
     model = attach(tiny("llama"), {"name": "relative_buckets", "num_buckets": 8}, share_prior=True)
     first, second = (part.prior for part in attached_priors(model).values())
     assert first is second
@@ -499,8 +499,8 @@ def test_a_prior_that_layers_share() -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_without_positions_of_its_own_all_that_learns_has_a_gradient(family: str) -> None:
-    """Which DistributedDataParallel waits for: learned positions, which nothing depends on any more, are frozen."""
+def test_dropped_positions_leave_no_unused_parameters(family: str) -> None:
+    """DistributedDataParallel waits for every gradient, so learned positions without effect are frozen."""
     model = tiny(family)
     before = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     attach(model, **STATIONARY, drop_positions=True)
@@ -511,11 +511,11 @@ def test_without_positions_of_its_own_all_that_learns_has_a_gradient(family: str
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_without_positions_of_its_own_a_model_sees_a_set(family: str) -> None:
-    """Under no prior the last token's logits then do not depend on the order of those before (in one layer)."""
+def test_without_positions_a_model_sees_a_set(family: str) -> None:
+    """Without a prior, the last token's logits do not depend on the order of the earlier tokens (in one layer)."""
     sizes: dict[str, Any] = {"n_layer" if family == "gpt2" else "num_hidden_layers": 1}
     if family == "mistral":
-        sizes["sliding_window"] = None  # a window is a position
+        sizes["sliding_window"] = None  # a window depends on positions
     if family in ("gemma3", *WITH_SINKS):
         sizes["layer_types"] = ["full_attention"]
     order = torch.cat([torch.arange(18, -1, -1), torch.tensor([19])])
@@ -528,7 +528,7 @@ def test_without_positions_of_its_own_a_model_sees_a_set(family: str) -> None:
         assert float(kept.abs().max().detach()) > 1e-4
 
 
-def test_rotary_positions_that_are_complex_numbers_are_dropped_too() -> None:
+def test_complex_rotary_positions_are_dropped() -> None:
     sizes: dict[str, Any] = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "initializer_range": 0.2}
     experts = {"intermediate_size_mlp": 48, "num_local_experts": 1, "moe_layers": [], "no_rope_layers": [1]}
@@ -542,13 +542,13 @@ def test_rotary_positions_that_are_complex_numbers_are_dropped_too() -> None:
     assert float(kept.abs().max().detach()) > 1e-4
 
 
-def test_rotary_positions_in_a_form_of_their_own_are_refused() -> None:
+def test_rotary_positions_of_unknown_form_are_refused() -> None:
     model = attach(tiny("llama"), "laplace", drop_positions=True)
     with pytest.raises(ValueError, match="cosines and sines; LlamaAttention gets a"):
         model.model.layers[0].self_attn(torch.zeros(1, 3, 32), position_embeddings=torch.ones(3, 8))
 
 
-def test_dropping_positions_where_a_layer_is_handed_none() -> None:
+def test_dropping_positions_of_a_model_without_them_changes_nothing() -> None:
     experts: dict[str, Any] = {
         "shared_intermediate_size": 16,
         "num_local_experts": 2,
@@ -565,8 +565,8 @@ def test_dropping_positions_where_a_layer_is_handed_none() -> None:
 
 
 @pytest.mark.parametrize("attached", [STATIONARY, ABSOLUTE], ids=["stationary", "absolute"])
-def test_layers_that_borrow_the_keys_of_others(attached: dict[str, Any]) -> None:
-    """Gemma 4's last layers: they are asked for the last queries alone, with the rows of the mask that are theirs."""
+def test_layers_may_borrow_the_keys_of_others(attached: dict[str, Any]) -> None:
+    """In Gemma 4, the last layers compute only the last queries, with their rows of the mask."""
     torch.manual_seed(0)
     layers: dict[str, Any] = {"num_hidden_layers": 4, "num_kv_shared_layers": 2}
     types: dict[str, Any] = {"layer_types": ["sliding_attention", "full_attention"] * 2, "sliding_window": WINDOW}
@@ -594,7 +594,9 @@ def test_layers_that_borrow_the_keys_of_others(attached: dict[str, Any]) -> None
 
 
 def with_a_table_of(family: str, length: int, other: Any = None) -> Any:
-    """A model whose table of learned positions has a length, with the other weights of another model."""
+    """Return a model with a table of learned positions of a given length, and otherwise the weights of another
+    model.
+    """
     name = "n_positions" if family == "gpt2" else "max_position_embeddings"
     model = tiny(family, **{name: length})
     if other is not None:
@@ -604,8 +606,8 @@ def with_a_table_of(family: str, length: int, other: Any = None) -> Any:
 
 
 @pytest.mark.parametrize("family", ["gpt2", "opt"])
-def test_without_positions_of_its_own_a_text_may_be_longer_than_the_table(family: str, tmp_path: Path) -> None:
-    """All is as with a table that is long enough."""
+def test_without_positions_a_text_may_be_longer_than_the_table(family: str, tmp_path: Path) -> None:
+    """Results equal those with a table that is long enough."""
     dropped: dict[str, Any] = STATIONARY | {"drop_positions": True}
     short = with_a_table_of(family, 12)
     long = attach(with_a_table_of(family, 128, short), **dropped)
@@ -623,7 +625,7 @@ def test_without_positions_of_its_own_a_text_may_be_longer_than_the_table(family
         told: dict[str, Any] = {"min_new_tokens": 9, "max_new_tokens": 9, "do_sample": False} | options
         assert torch.equal(short.generate(IDS, **told), long.generate(IDS, **told)), options
 
-    # A saved model has its table, however long the texts that it has read.
+    # A saved model keeps its table after reading longer texts.
     note_length(short, 20)
     short.save_pretrained(tmp_path)
     loaded = load_model(tmp_path)
@@ -638,8 +640,8 @@ def test_without_positions_of_its_own_a_text_may_be_longer_than_the_table(family
             check_positions(model, 20)
 
 
-def test_without_positions_of_its_own_a_model_keeps_yarns_attention_factor() -> None:
-    """As if every token were at position 0; the factor multiplies the logits, wherever their tokens are."""
+def test_without_positions_a_model_keeps_yarns_attention_factor() -> None:
+    """Results equal those with every token at position 0. YaRN's factor multiplies the logits at every position."""
     model = tiny("llama", rope_parameters=YARN)
     assert model.model.rotary_emb.attention_scaling == pytest.approx(1 + 0.1 * math.log(4))
     at_no_place = model(IDS, position_ids=torch.zeros_like(IDS), attention_mask=torch.ones_like(IDS)).logits
@@ -648,7 +650,7 @@ def test_without_positions_of_its_own_a_model_keeps_yarns_attention_factor() -> 
 
 
 @pytest.mark.parametrize("name", sorted(set(CATALOGUE) - {"sum"}))
-def test_a_table_for_some_heads_can_be_told_from_others(name: str) -> None:
+def test_cached_tables_depend_on_the_selected_heads(name: str) -> None:
     prior = CATALOGUE[name].examples(2)[0]
     state = tables._State.of(OnHeads(3, prior, (0, 2)))
     assert state is not None

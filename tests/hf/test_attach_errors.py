@@ -1,4 +1,4 @@
-"""What attach() refuses, before it has changed anything."""
+"""Models and arguments that attach() refuses before any change."""
 
 import re
 import warnings
@@ -28,7 +28,7 @@ def refused(model: Any, match: str, **arguments: Any) -> None:
         assert not any("_unrotated" in str(hook) for m in model.modules() for hook in m._forward_pre_hooks.values())
 
 
-def test_arguments() -> None:
+def test_invalid_arguments_are_refused() -> None:
     model = tiny("llama")
     refused(nn.Linear(2, 2), "PreTrainedModel, got Linear$")
     refused(None, "PreTrainedModel, got NoneType$")
@@ -59,7 +59,7 @@ def test_arguments() -> None:
 
 @pytest.mark.parametrize("heads", [None, [0, 1, 2]])
 @pytest.mark.parametrize("name", ["axial", "spectral_2d", "radial", "key_sink_2d"])
-def test_priors_over_grids(name: str, heads: list[int] | None) -> None:
+def test_priors_on_grids_are_refused(name: str, heads: list[int] | None) -> None:
     needed = {"axial": {"rows": "laplace"}, "radial": {"prior": "laplace"}, "key_sink_2d": {"rows": 4, "columns": 4}}
     prior = {"name": name} | needed.get(name, {})
     match = rf"layer 0 \(LlamaAttention\): prior must be over a line, got '{name}', which is over a grid: tokens"
@@ -69,7 +69,7 @@ def test_priors_over_grids(name: str, heads: list[int] | None) -> None:
 
 
 def everything_of(model: Any) -> dict[str, Any]:
-    """What attach() changes of a model."""
+    """Return everything of a model that attach() changes."""
     return {
         "parts": [name for name, module in model.named_modules() if "attached" in name],
         "hooks": [(name, [*m._forward_pre_hooks], [*m._forward_hooks]) for name, m in model.named_modules()],
@@ -82,7 +82,7 @@ def everything_of(model: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 @pytest.mark.parametrize("error", [ValueError("kernels"), KeyboardInterrupt()])
-def test_an_error_half_way_leaves_the_model_as_it_was(
+def test_an_error_in_attach_leaves_the_model_unchanged(
     family: str, error: BaseException, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model: Any = tiny(family)
@@ -105,7 +105,7 @@ def test_an_error_half_way_leaves_the_model_as_it_was(
     assert everything_of(model) | {"configs": None} == before | {"configs": None}
 
 
-def test_an_error_of_detach_leaves_all_attached(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_in_detach_leaves_all_attached(monkeypatch: pytest.MonkeyPatch) -> None:
     model = attach(tiny("gpt2"), "laplace", drop_positions=True, freeze_model=True)
     before = everything_of(model)
 
@@ -121,7 +121,7 @@ def test_an_error_of_detach_leaves_all_attached(monkeypatch: pytest.MonkeyPatch)
     assert not attached_priors(model)
 
 
-def test_a_model_that_has_lost_layers_since_is_detached() -> None:
+def test_detach_works_after_layers_were_removed() -> None:
     model: Any = attach(tiny("llama"), "laplace", freeze_model=True)
     model.model.layers = model.model.layers[:1]
     model.config.num_hidden_layers = 1
@@ -133,7 +133,7 @@ def test_a_model_that_has_lost_layers_since_is_detached() -> None:
     assert len(attached_priors(attach(model, "laplace"))) == 1
 
 
-def test_models_that_bypass_the_interface() -> None:
+def test_models_that_bypass_the_interface_are_refused() -> None:
     bloom = hf.BloomForCausalLM(hf.BloomConfig(vocab_size=64, hidden_size=32, n_layer=1, n_head=4))
     refused(bloom, r"BloomAttention.*use_priors\(model\) computes its own bias as a prior")
     falcon: Any = hf.FalconConfig(**SIZES)
@@ -143,10 +143,10 @@ def test_models_that_bypass_the_interface() -> None:
     refused(hf.MambaForCausalLM(hf.MambaConfig(vocab_size=64, hidden_size=32, num_hidden_layers=1)), "no attention")
 
 
-def test_models_with_numerics_of_their_own() -> None:
+def test_models_with_unsupported_attention_are_refused() -> None:
     config: Any = hf.Gemma2Config(**SIZES, intermediate_size=48, num_key_value_heads=2, head_dim=8)
     refused(hf.Gemma2ForCausalLM(config), r"layer 0 \(Gemma2Attention\): attend\(\) does not support capped logits")
-    some = tiny("llama")  # as DeepSeek-V4, whose attention compresses keys
+    some = tiny("llama")  # like DeepSeek-V4, whose attention compresses keys
     some.model.layers[1].self_attn.sinks = nn.Parameter(torch.zeros(4))
     refused(
         some,
@@ -155,12 +155,12 @@ def test_models_with_numerics_of_their_own() -> None:
     refused(some, r"layer 1 \(LlamaAttention\), which is not in layers: sinks are supported", layers=[0])
 
 
-def test_encoders() -> None:
+def test_encoders_are_refused() -> None:
     config: Any = hf.BertConfig(**SIZES, intermediate_size=48)
     refused(hf.BertForMaskedLM(config), r"several self-attention modules|bidirectional|no attention")
 
 
-def test_positions_that_cannot_be_dropped() -> None:
+def test_positions_that_cannot_be_dropped_are_refused() -> None:
     refused(tiny("gpt2"), "apply it to all layers", drop_positions=True, layers=[0])
     attach(tiny("gpt2"), "laplace", drop_positions=True, layers=[0, 1])
     attach(tiny("llama"), "laplace", drop_positions=True, layers=[0])
@@ -168,7 +168,7 @@ def test_positions_that_cannot_be_dropped() -> None:
     refused(tiny("gemma3", rope_parameters=of_types), r"equal attention factor.* 1\.0, 1\.138", drop_positions=True)
 
 
-def test_a_mask_that_does_not_say_where_queries_stand() -> None:
+def test_masks_without_query_positions_are_refused() -> None:
     model = attach(tiny("llama"), "laplace")
     module = model.model.layers[0].self_attn
     query, key = torch.randn(1, 4, 3, 8), torch.randn(1, 2, 7, 8)
@@ -185,8 +185,8 @@ def test_a_mask_that_does_not_say_where_queries_stand() -> None:
     assert model(tokens(1, 4)).logits.shape == (1, 4, 64)
 
 
-def test_a_mask_that_does_not_say_where_a_text_starts() -> None:
-    """Of distances it says all there is to say; a key's own position counts from the first that is no padding."""
+def test_masks_without_text_starts_are_refused_for_absolute_priors() -> None:
+    """Such a mask determines distances, but not a key's position, which counts from the first token after padding."""
     ids = tokens(1, 6)
     seen = torch.ones(6, 6, dtype=torch.bool).tril().expand(1, 1, 6, 6).clone()
     padded = seen.clone()
@@ -203,7 +203,7 @@ def test_a_mask_that_does_not_say_where_a_text_starts() -> None:
             absolute(ids, attention_mask=mask, position_ids=places)
 
 
-def test_a_prompt_beyond_rotary_positions_is_warned_of_before_the_layers_compute() -> None:
+def test_a_prompt_beyond_rotary_positions_raises_an_early_warning() -> None:
     model, long = attach(tiny("llama"), "laplace"), tokens(1, 256)
     with pytest.warns(UserWarning, match="the input has 256 positions, but the config of LlamaForCausalLM states 128"):
         model.generate(long, max_new_tokens=1)
@@ -223,7 +223,7 @@ def test_a_prompt_beyond_learned_positions_is_refused() -> None:
     assert attach(detach(model), "laplace", drop_positions=True)(long).logits.shape == (1, 256, 64)
 
 
-def test_cross_attention_gets_nothing() -> None:
+def test_cross_attention_is_unchanged() -> None:
     model = hf.MllamaForCausalLM(hf.MllamaTextConfig(**LLAMA, cross_attention_layers=[1]))
     assert sorted(attached_priors(attach(model, "laplace"))) == [0]
     refused(hf.MllamaForCausalLM(model.config), "layers with attention: 0", layers=[1])
@@ -231,7 +231,7 @@ def test_cross_attention_gets_nothing() -> None:
 
 @pytest.mark.parametrize("layers", [None, [1]])
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
-def test_another_attention_implementation_does_not_leave_priors_out(family: str, layers: list[int] | None) -> None:
+def test_switching_the_attention_implementation_is_refused(family: str, layers: list[int] | None) -> None:
     model, ids = tiny(family), tokens(1, 8)
     with torch.no_grad():
         plain = model(ids).logits

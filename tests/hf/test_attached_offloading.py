@@ -1,4 +1,4 @@
-"""accelerate's ``device_map`` and attached priors: weights in memory or on disk, before and after attach()."""
+"""accelerate's ``device_map`` with attached priors: weights in memory or on disk, before and after attach()."""
 
 from pathlib import Path
 from typing import Any
@@ -33,7 +33,7 @@ def learned(share_prior: bool) -> Any:
 
 
 @pytest.mark.parametrize("share_prior", [False, True])
-def test_a_layer_on_disk(share_prior: bool, tmp_path: Path) -> None:
+def test_layers_may_be_on_disk(share_prior: bool, tmp_path: Path) -> None:
     model = learned(share_prior)
     model.save_pretrained(tmp_path)
     names = ["model.embed_tokens", "model.layers.0", "model.layers.1", "model.norm", "model.rotary_emb", "lm_head"]
@@ -46,7 +46,7 @@ def test_a_layer_on_disk(share_prior: bool, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("share_prior", [False, True])
-def test_put_away_with_what_is_attached(share_prior: bool) -> None:
+def test_attached_models_can_be_offloaded(share_prior: bool) -> None:
     model = learned(share_prior)
     expected = logits(model)
     cpu_offload(model, execution_device=CPU)
@@ -56,7 +56,7 @@ def test_put_away_with_what_is_attached(share_prior: bool) -> None:
 
 
 @pytest.mark.parametrize("share_prior", [False, True])
-def test_attached_to_what_is_put_away(share_prior: bool, tmp_path: Path) -> None:
+def test_adapters_load_into_offloaded_models(share_prior: bool, tmp_path: Path) -> None:
     model = learned(share_prior)
     save_adapter(model, tmp_path / "adapter")
     tiny("llama").save_pretrained(tmp_path)

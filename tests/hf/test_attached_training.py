@@ -1,4 +1,4 @@
-"""Attached models train as others do: Trainer, PEFT, torch.compile, our optimiser's groups."""
+"""Attached models train like others: Trainer, PEFT, torch.compile, parameter groups of our optimiser."""
 
 import warnings
 from pathlib import Path
@@ -31,7 +31,7 @@ ATTACHED: dict[str, Any] = {
 
 
 class Rows(torch.utils.data.Dataset[dict[str, Tensor]]):
-    """A few random texts."""
+    """Dataset of a few random texts."""
 
     def __len__(self) -> int:
         return 16
@@ -67,7 +67,7 @@ def test_trainer_saves_and_resumes_priors_too(tmp_path: Path) -> None:
         assert torch.equal(loaded(IDS).logits, whole.eval()(IDS).logits)
 
 
-def test_our_optimisers_groups_know_attached_priors() -> None:
+def test_make_optimizer_groups_attached_priors() -> None:
     model = attach(tiny("llama"), **ATTACHED)
     settings = TrainingSettings(
         context_length=8, steps=1, batch_size=1, learning_rate=1.0, prior_learning_rate_multiplier=15
@@ -83,8 +83,8 @@ def test_our_optimisers_groups_know_attached_priors() -> None:
     assert groups["prior"]["weight_decay"] == 0
 
 
-def test_lora_beside_priors(tmp_path: Path) -> None:
-    """PEFT's matrices and ours learn together, are saved side by side, come back, and can be merged."""
+def test_lora_trains_beside_priors(tmp_path: Path) -> None:
+    """PEFT's matrices and attached priors learn together, are saved side by side, are loaded, and can be merged."""
     lora = LoraConfig(target_modules=["q_proj", "v_proj"], r=2)
     model: Any = get_peft_model(attach(tiny("llama"), **ATTACHED), lora)
     assert not any("attached" in name for name, p in model.named_parameters() if p.requires_grad)
@@ -114,7 +114,7 @@ def test_lora_beside_priors(tmp_path: Path) -> None:
 
 
 class Own(Prior):
-    """A prior without ``learn``: its slope trains, its power does not."""
+    """Prior without ``learn``. Its slope trains, and its power does not."""
 
     name = "own"
     structure = Structure.STATIONARY
@@ -126,7 +126,7 @@ class Own(Prior):
 
 
 @pytest.mark.filterwarnings("ignore:the prior Own cannot be saved")
-def test_a_users_own_prior_trains_again_too() -> None:
+def test_custom_priors_resume_training() -> None:
     model = attach(tiny("llama"), Own(4))
     before = [name for name, p in model.named_parameters() if p.requires_grad]
     model.requires_grad_(False)
@@ -135,7 +135,7 @@ def test_a_users_own_prior_trains_again_too() -> None:
 
 
 def warnings_in_training(model: Any) -> list[str]:
-    """Warnings of attached priors in a forward pass of training."""
+    """Return the warnings of attached priors in a forward pass of training."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         model.train()(input_ids=IDS)
@@ -144,7 +144,7 @@ def warnings_in_training(model: Any) -> list[str]:
 
 @pytest.mark.parametrize("targets", [["q_proj"], ["up_proj"]])
 @pytest.mark.parametrize("attached", [{"prior": "generalized_gaussian"}, {"logit_scale": "residual_ssmax"}])
-def test_priors_that_peft_froze_are_warned_of(targets: list[str], attached: dict[str, Any]) -> None:
+def test_priors_frozen_by_peft_raise_a_warning(targets: list[str], attached: dict[str, Any]) -> None:
     model: Any = get_peft_model(attach(tiny("llama"), **attached), LoraConfig(target_modules=targets, r=2))
     found = warnings_in_training(model)
     assert "frozen while the model trains" in found[0]
@@ -156,18 +156,18 @@ def test_priors_that_peft_froze_are_warned_of(targets: list[str], attached: dict
 
 
 @pytest.mark.parametrize("prior", ["laplace", "uniform"])
-def test_priors_that_learn_nothing_are_not_warned_of(prior: str) -> None:
+def test_priors_without_trained_parameters_raise_no_warning(prior: str) -> None:
     assert not warnings_in_training(
         get_peft_model(attach(tiny("llama"), prior), LoraConfig(target_modules=["q_proj"], r=2))
     )
 
 
-def test_a_frozen_model_is_not_warned_of() -> None:
+def test_frozen_models_raise_no_warning() -> None:
     model = attach(tiny("llama"), **ATTACHED).requires_grad_(False)
     assert not warnings_in_training(model)
 
 
-def test_what_peft_does_not_save_is_warned_of(tmp_path: Path) -> None:
+def test_saving_by_peft_alone_raises_a_warning(tmp_path: Path) -> None:
     match = r"PEFT does not save attached priors.* Call save_adapter\(model, folder\) before model\.save_pretrained"
     model: Any = get_peft_model(attach(tiny("llama"), **ATTACHED), LoraConfig(target_modules=["q_proj"], r=2))
     train_attached(model)
@@ -192,7 +192,7 @@ def test_what_peft_does_not_save_is_warned_of(tmp_path: Path) -> None:
         model.save_pretrained(tmp_path)
 
 
-def test_peft_is_not_to_save_attached_modules_itself() -> None:
+def test_attached_modules_in_modules_to_save_are_refused() -> None:
     lora = LoraConfig(target_modules=["q_proj"], r=2, modules_to_save=["attached_prior"])
     model: Any = get_peft_model(attach(tiny("llama"), **ATTACHED), lora)
     with pytest.raises(
@@ -201,7 +201,7 @@ def test_peft_is_not_to_save_attached_modules_itself() -> None:
         model(input_ids=IDS)
 
 
-def test_priors_are_attached_to_the_base_of_a_model_of_peft(tmp_path: Path) -> None:
+def test_attach_works_on_the_base_of_a_peft_model(tmp_path: Path) -> None:
     model: Any = get_peft_model(tiny("llama"), LoraConfig(target_modules=["q_proj"], r=2))
     for call in (lambda: attach(model, **ATTACHED), lambda: detach(model)):
         with pytest.raises(ValueError, match=r"got PeftModel: pass model\.get_base_model\(\), which"):
@@ -214,7 +214,7 @@ def test_priors_are_attached_to_the_base_of_a_model_of_peft(tmp_path: Path) -> N
     with torch.no_grad():
         found = model.eval()(input_ids=IDS).logits
         assert not torch.equal(found, plain)
-        assert torch.equal(load_adapter(tiny("llama"), tmp_path)(input_ids=IDS).logits, found)  # LoRA starts as nothing
+        assert torch.equal(load_adapter(tiny("llama"), tmp_path)(input_ids=IDS).logits, found)  # LoRA starts as zero
         with pytest.raises(ValueError, match="got PeftModel: pass model"):
             detach(model)
         assert torch.equal(model(input_ids=IDS).logits, found)
@@ -223,7 +223,7 @@ def test_priors_are_attached_to_the_base_of_a_model_of_peft(tmp_path: Path) -> N
 
 
 class SavePriors(TrainerCallback):
-    """What docs/attach.md says for Trainer, which saves PEFT's files alone."""
+    """Callback of docs/attach.md for Trainer, which saves only PEFT's files."""
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         save_adapter(kwargs["model"], Path(args.output_dir) / f"checkpoint-{state.global_step}")
@@ -247,8 +247,8 @@ def test_trainer_with_lora_resumes_priors_that_a_callback_saved(tmp_path: Path) 
         assert torch.equal(a, b), name
 
 
-def test_lora_of_all_linear_layers() -> None:
-    """The MLP of a key sink has such layers too, and is not one to be changed unseen."""
+def test_all_linear_lora_excludes_attached_modules() -> None:
+    """The MLP of a key sink also has linear layers, which LoRA must not change silently."""
     lora: dict[str, Any] = {"target_modules": "all-linear", "r": 2, "task_type": "CAUSAL_LM"}
     prior = {"name": "key_sink", "train_length": 16, "init": {"bump": 2.0}}
     changed: Any = get_peft_model(attach(tiny("llama"), prior), LoraConfig(**lora))
@@ -262,7 +262,7 @@ def test_lora_of_all_linear_layers() -> None:
     assert sum("lora_A" in name for name, _ in changed.named_parameters()) == 2 * 7
 
 
-def test_compiled() -> None:
+def test_compiled_models_match() -> None:
     model = attach(tiny("llama"), **ATTACHED)
     with torch.no_grad():
         expected = model(IDS).logits

@@ -1,6 +1,6 @@
-"""The BAM authors' layout into our decoder and back, against a model of their forward pass that shares no code.
+"""Checkpoints of BAM's authors load into our decoder and are saved back, compared with an independent forward pass.
 
-Weights in float32. Logits of the order of 10, in float64 within 1e-9 of theirs in float64, in float32 within 1e-4.
+Weights are in float32. Logits of the order of 10 agree within 1e-9 in float64 and 1e-4 in float32.
 """
 
 import json
@@ -55,7 +55,7 @@ def logits(model: Any, ids: Tensor, **kwargs: Any) -> Tensor:
     seed=st.integers(0, 99),
 )
 @settings(max_examples=examples(8))
-def test_logits_are_theirs(
+def test_logits_match_the_authors_model(
     tmp_path_factory: pytest.TempPathFactory,
     heads: int,
     group: int,
@@ -75,7 +75,7 @@ def test_logits_are_theirs(
     assert difference(expected, logits(model.double(), tokens())) < 1e-9
 
 
-def test_what_the_config_says(tmp_path: Path) -> None:
+def test_configs_follow_the_weights(tmp_path: Path) -> None:
     weights = random_checkpoint(heads=4, kv_heads=2, shared=False)
     config = load_bam_checkpoint(write(tmp_path, weights)).config
     assert (config.num_attention_heads, config.num_key_value_heads, config.head_dim) == (4, 2, 8)
@@ -86,7 +86,7 @@ def test_what_the_config_says(tmp_path: Path) -> None:
     assert config.logit_scale == {"name": "ssmax", "include_prior": True}
 
 
-def test_packed_documents(tmp_path: Path) -> None:
+def test_packed_documents_match_separate_ones(tmp_path: Path) -> None:
     weights = random_checkpoint()
     documents = torch.tensor([[0] * 6 + [1] * 11, [0] * 12 + [3] * 5])
     model = load_bam_checkpoint(write(tmp_path, weights))
@@ -95,7 +95,7 @@ def test_packed_documents(tmp_path: Path) -> None:
     assert difference(expected, logits(model, tokens(), document_ids=documents)) < TOLERANCE
 
 
-def test_it_trains_saves_and_generates(tmp_path: Path) -> None:
+def test_loaded_models_train_save_and_generate(tmp_path: Path) -> None:
     model: Any = load_bam_checkpoint(write(tmp_path, random_checkpoint()))
     trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     assert trained == {name for name, _ in model.named_parameters()}
@@ -125,20 +125,20 @@ def test_bfloat16_weights_keep_the_prior_in_float32(tmp_path: Path) -> None:
     assert difference(forward(weights, tokens(), 4), logits(model.float(), tokens())) < TOLERANCE
 
 
-def test_scale_of_content_alone(tmp_path: Path) -> None:
+def test_the_scale_may_apply_to_content_only(tmp_path: Path) -> None:
     weights = random_checkpoint()
     model = load_bam_checkpoint(write(tmp_path, weights), ssmax_includes_prior=False)
     assert difference(forward(weights, tokens(), 4), logits(model, tokens())) > 0.1
 
 
 @pytest.mark.parametrize("wrapper", ["module.", "_orig_mod.", "module._orig_mod."])
-def test_names_of_wrapped_models(tmp_path: Path, wrapper: str) -> None:
+def test_prefixes_of_wrapped_models_are_removed(tmp_path: Path, wrapper: str) -> None:
     weights = random_checkpoint()
     path = write(tmp_path, {wrapper + name: tensor for name, tensor in weights.items()}, ".pt")
     assert difference(forward(weights, tokens(), 4), logits(load_bam_checkpoint(path), tokens())) < TOLERANCE
 
 
-def test_per_head_tensors_of_their_present_code(tmp_path: Path) -> None:
+def test_per_head_tensors_of_the_present_code_load(tmp_path: Path) -> None:
     weights = random_checkpoint(shared=False, names=("theta_beta", "theta_alpha", "theta_mu"))
     smaller = {n: x[0, :, 0] if "theta" in n else x[:, :, 0] if "seq_scale" in n else x for n, x in weights.items()}
     assert smaller["layers.0.attention.prior.theta_beta"].shape == (4, 1)
@@ -146,10 +146,10 @@ def test_per_head_tensors_of_their_present_code(tmp_path: Path) -> None:
     assert difference(forward(weights, tokens(), 4), logits(model, tokens())) < TOLERANCE
 
 
-# ---- sizes that the weights do not tell
+# ---- sizes that the weights do not determine
 
 
-def test_without_a_prior_and_without_ssmax(tmp_path: Path) -> None:
+def test_checkpoints_may_lack_prior_and_ssmax(tmp_path: Path) -> None:
     weights = random_checkpoint(shared=None, ssmax=False)
     path = write(tmp_path, weights)
     with pytest.raises(ValueError, match="pass num_heads"):
@@ -164,7 +164,7 @@ def test_without_a_prior_and_without_ssmax(tmp_path: Path) -> None:
     )
 
 
-def test_a_training_folder_tells_heads_and_norm(tmp_path: Path) -> None:
+def test_a_training_folder_determines_heads_and_norm(tmp_path: Path) -> None:
     weights = random_checkpoint(shared=None, ssmax=False, kv_heads=2)
     write(tmp_path, weights, ".pt")
     arguments = {"dim": 32, "n_heads": 4, "n_kv_heads": 2, "norm_eps": 0.1}
@@ -181,7 +181,7 @@ def test_a_training_folder_tells_heads_and_norm(tmp_path: Path) -> None:
 
 
 def write_folder(folder: Path, weights: dict[str, Tensor], encoding: str, **model_args: Any) -> Path:
-    """A folder as the authors' training writes it."""
+    """Write a folder in the format of the authors' training."""
     folder.mkdir(exist_ok=True)
     write(folder, weights, ".pt")
     content = {"args": {"position_encoding": encoding}, "model_args": {"dim": 32, "n_heads": 4} | model_args}
@@ -210,8 +210,8 @@ def test_ssmax_prior_of_args_json_places_the_scale(tmp_path: Path, shared: bool,
 @pytest.mark.parametrize("heads", [4, 3])
 @pytest.mark.parametrize("ssmax", [True, False])
 @pytest.mark.parametrize("kind", ["nope", "alibi"])
-def test_models_without_a_prior_in_their_weights(tmp_path: Path, kind: str, ssmax: bool, heads: int) -> None:
-    """Their ALiBi scales content alone, with or without an ``args.json`` that says what they are."""
+def test_models_without_prior_weights_load(tmp_path: Path, kind: str, ssmax: bool, heads: int) -> None:
+    """Their ALiBi scales content only. ``args.json`` may describe them, or be missing."""
     weights = random_checkpoint(shared=None, ssmax=ssmax, heads=heads, kv_heads=heads, width=8 * heads)
     encoding, prior = f"{kind}_ssmax" if ssmax else kind, "laplace" if kind == "alibi" else "uniform"
     folder = write_folder(tmp_path / "model", weights, encoding, dim=8 * heads, n_heads=heads)
@@ -235,7 +235,7 @@ def test_models_without_a_prior_in_their_weights(tmp_path: Path, kind: str, ssma
     "encoding", ["rotary", "rotary_ssmax", "rotary_local", "sinusoidal", "sinusoidal_ssmax", "laplace", "fourier"]
 )
 @pytest.mark.parametrize("prior", [None, "uniform"])
-def test_refuses_position_encodings_that_it_does_not_compute(tmp_path: Path, encoding: str, prior: str | None) -> None:
+def test_unsupported_position_encodings_are_refused(tmp_path: Path, encoding: str, prior: str | None) -> None:
     weights = random_checkpoint(shared=None, ssmax=encoding.endswith("_ssmax"))
     folder = write_folder(tmp_path, weights, encoding)
     match = f"position_encoding='{encoding}'.* expected one of bam, bam_ssmax, nope, nope_ssmax, alibi, alibi_ssmax"
@@ -252,7 +252,7 @@ def test_refuses_position_encodings_that_it_does_not_compute(tmp_path: Path, enc
         ("alibi_ssmax", {"shared": None, "ssmax": False}, "no prior and no seq_scale"),
     ],
 )
-def test_refuses_a_position_encoding_that_contradicts_the_weights(
+def test_position_encodings_that_contradict_the_weights_are_refused(
     tmp_path: Path, encoding: str, options: dict[str, Any], found: str
 ) -> None:
     folder = write_folder(tmp_path, random_checkpoint(**options), encoding)
@@ -260,14 +260,14 @@ def test_refuses_a_position_encoding_that_contradicts_the_weights(
         load_bam_checkpoint(folder)
 
 
-def test_refuses_an_ssmax_prior_that_is_no_boolean(tmp_path: Path) -> None:
+def test_ssmax_prior_must_be_a_boolean(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"ssmax_prior of args\.json must be True or False, got 'no'"):
         load_bam_checkpoint(write_folder(tmp_path, random_checkpoint(), "bam_ssmax", ssmax_prior="no"))
     with pytest.raises(ValueError, match="ssmax_includes_prior must be True or False, got 0"):
         load_bam_checkpoint(write(tmp_path, random_checkpoint()), ssmax_includes_prior=0)  # pyright: ignore[reportArgumentType]
 
 
-def test_tied_embeddings(tmp_path: Path) -> None:
+def test_tied_embeddings_load(tmp_path: Path) -> None:
     weights = random_checkpoint()
     del weights["output.weight"]
     model = load_bam_checkpoint(write(tmp_path, weights))
@@ -276,7 +276,7 @@ def test_tied_embeddings(tmp_path: Path) -> None:
     assert difference(expected, logits(model, tokens())) < TOLERANCE
 
 
-# ---- back
+# ---- saving
 
 
 @pytest.mark.parametrize("suffix", [".safetensors", ".pt"])
@@ -301,7 +301,7 @@ def decoder(**changes: Any) -> PriorDecoderForCausalLM:
     return PriorDecoderForCausalLM(PriorDecoderConfig(**sizes | changes)).eval()
 
 
-def test_our_own_models_in_their_layout(tmp_path: Path) -> None:
+def test_our_models_can_be_saved_in_the_authors_layout(tmp_path: Path) -> None:
     prior = {"name": "generalized_gaussian", "init": "roles", "keep_sign": True}
     model = decoder(prior=prior, logit_scale={"name": "ssmax", "init": 0.4}, tie_word_embeddings=True)
     save_bam_checkpoint(model, tmp_path / "model.safetensors")
@@ -310,8 +310,8 @@ def test_our_own_models_in_their_layout(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kv_heads", [1, 2])
-def test_saving_repeats_key_heads_that_queries_share(tmp_path: Path, kv_heads: int) -> None:
-    """The authors' code never repeats them: it multiplies query and key heads one by one."""
+def test_saving_repeats_shared_key_heads(tmp_path: Path, kv_heads: int) -> None:
+    """The authors' code never repeats them. It multiplies query and key heads one by one."""
     model = decoder(prior="generalized_gaussian", num_key_value_heads=kv_heads)
     save_bam_checkpoint(model, tmp_path / "saved")
     weights = torch.load(tmp_path / "saved" / "model.pt", weights_only=True)
@@ -322,7 +322,7 @@ def test_saving_repeats_key_heads_that_queries_share(tmp_path: Path, kv_heads: i
     assert difference(logits(loaded, tokens()), logits(model, tokens())) < TOLERANCE
 
 
-def test_a_single_file_cannot_tell_that_content_alone_is_scaled(tmp_path: Path) -> None:
+def test_a_single_file_cannot_store_the_scale_of_content(tmp_path: Path) -> None:
     scale = {"name": "ssmax", "init": 0.4, "include_prior": False}
     model = decoder(prior={"name": "generalized_gaussian", "init": "roles"}, logit_scale=scale)
     with pytest.raises(ValueError, match=r"cannot hold the logit_scale's include_prior=False.*pass a folder"):
@@ -333,7 +333,7 @@ def test_a_single_file_cannot_tell_that_content_alone_is_scaled(tmp_path: Path) 
     assert difference(logits(load_bam_checkpoint(tmp_path / "folder"), tokens()), logits(model, tokens())) == 0
 
 
-def test_a_folder_keeps_what_weights_do_not_tell(tmp_path: Path) -> None:
+def test_a_folder_stores_settings_beside_the_weights(tmp_path: Path) -> None:
     model = decoder(prior="uniform", rms_norm_eps=0.1)
     save_bam_checkpoint(model, tmp_path / "saved")
     assert sorted(os.listdir(tmp_path / "saved")) == ["args.json", "model.pt"]
@@ -347,7 +347,7 @@ def test_a_folder_keeps_what_weights_do_not_tell(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["model.pt", "model.safetensors"])
-def test_a_single_file_cannot_tell_the_norms_epsilon(tmp_path: Path, name: str) -> None:
+def test_a_single_file_cannot_store_the_norms_epsilon(tmp_path: Path, name: str) -> None:
     model = decoder(prior="generalized_gaussian", rms_norm_eps=1e-6)
     with pytest.raises(ValueError, match=r"cannot hold rms_norm_eps=1e-06.*1e-05.*pass a folder"):
         save_bam_checkpoint(model, tmp_path / name)
@@ -362,9 +362,9 @@ def test_a_single_file_cannot_tell_the_norms_epsilon(tmp_path: Path, name: str) 
 
 
 @given(width=st.integers(1, 300), wide=st.integers(1, 3000))
-def test_their_feed_forward_width_is_ours(width: int, wide: int) -> None:
+def test_feed_forward_widths_match_the_authors(width: int, wide: int) -> None:
     config = PriorDecoderConfig(hidden_size=width, intermediate_size=wide, num_attention_heads=1)
-    # As their code computes it.
+    # Computed as in their code.
     assert int(_arguments(config)["model_args"]["ffn_dim_multiplier"] * width) == wide
 
 
@@ -377,22 +377,22 @@ def test_their_feed_forward_width_is_ours(width: int, wide: int) -> None:
         ({"logit_scale": "residual_ssmax"}, "cannot hold the logit_scale 'residual_ssmax'"),
     ],
 )
-def test_refuses_to_save_what_the_layout_cannot_hold(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+def test_models_outside_the_layout_are_not_saved(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         save_bam_checkpoint(decoder(**changes), tmp_path / "model.pt")
     assert not os.listdir(tmp_path)
 
 
-def test_refuses_to_save_another_model(tmp_path: Path) -> None:
+def test_other_model_classes_are_not_saved(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="model must be a PriorDecoderForCausalLM, got Linear"):
         save_bam_checkpoint(torch.nn.Linear(2, 2), tmp_path)  # pyright: ignore[reportArgumentType]
 
 
-# ---- what is refused
+# ---- errors
 
 
 class Bomb:
-    """Runs code when it is unpickled in full."""
+    """Object whose full unpickling runs code."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -401,19 +401,19 @@ class Bomb:
         return (os.mkdir, (str(self.path),))
 
 
-def test_nothing_is_unpickled(tmp_path: Path) -> None:
+def test_loading_runs_no_code(tmp_path: Path) -> None:
     path, mark = tmp_path / "model.pt", tmp_path / "ran"
     torch.save(random_checkpoint() | {"extra": Bomb(mark)}, path)
     with pytest.raises(ValueError, match="could run arbitrary code") as error:
         load_bam_checkpoint(path)
-    assert "mkdir" in str(error.value)  # what was refused
-    assert "safetensors.torch.save_file" in str(error.value)  # what to do
+    assert "mkdir" in str(error.value)  # the rejected object
+    assert "safetensors.torch.save_file" in str(error.value)  # the cure
     assert not mark.exists()
     torch.load(path, weights_only=False)
-    assert mark.exists()  # it would have run
+    assert mark.exists()  # the code did not run
 
 
-def test_other_files(tmp_path: Path) -> None:
+def test_other_files_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "model.pt"
     torch.save({"a": 1}, path)
     with pytest.raises(ValueError, match="got 'a': int"):
@@ -468,12 +468,12 @@ def changed(**changes: Tensor | None) -> dict[str, Tensor]:
         (random_checkpoint(heads=4) | {"layers.0.attention.wk.weight": torch.ones(9, 32)}, "4 heads do not divide"),
     ],
 )
-def test_refuses_checkpoints_that_are_not_whole(tmp_path: Path, weights: dict[str, Tensor], message: str) -> None:
+def test_incomplete_checkpoints_are_refused(tmp_path: Path, weights: dict[str, Tensor], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         load_bam_checkpoint(write(tmp_path, weights))
 
 
-def test_refuses_arguments_that_contradict_the_weights(tmp_path: Path) -> None:
+def test_arguments_that_contradict_the_weights_are_refused(tmp_path: Path) -> None:
     path = write(tmp_path, random_checkpoint())
     with pytest.raises(ValueError, match="num_heads has 8 heads, but priors and scales have 4"):
         load_bam_checkpoint(path, num_heads=8)

@@ -1,4 +1,4 @@
-"""Models as programs of torch.export and as ONNX: one graph for all lengths, with a cache, and the same tokens."""
+"""Models exported to torch.export and ONNX: one graph for all lengths, with a cache, and equal tokens."""
 
 from collections.abc import Callable
 from functools import lru_cache
@@ -102,14 +102,14 @@ def generated(model: Any, prompt: Tensor, mask: Tensor, number: int = STEPS) -> 
 
 @pytest.fixture
 def traced_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A trace takes as long as all else."""
+    """Trace each model once, because a trace takes as long as all else."""
     monkeypatch.setattr(export, "_trace", lru_cache(export._trace))
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("traced_once")
 @pytest.mark.parametrize("name", [*DEMO, "attached Llama"])
-def test_a_reloaded_program_and_onnx_runtime_find_the_same_tokens(
+def test_reloaded_programs_and_onnx_runtime_generate_equal_tokens(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for package in ("onnxruntime", "onnxscript"):
@@ -141,21 +141,23 @@ def test_a_reloaded_program_and_onnx_runtime_find_the_same_tokens(
     ],
     ids=["layers that differ", "attached, sliding windows", "attached, learned positions"],
 )
-def test_batches_padding_and_a_single_token(make: Callable[[], PreTrainedModel], tmp_path: Path) -> None:
+def test_exported_models_accept_batches_padding_and_single_tokens(
+    make: Callable[[], PreTrainedModel], tmp_path: Path
+) -> None:
     model = make()
     export_program(model, tmp_path / "model.pt2")
     step, past = read_program(tmp_path / "model.pt2")
     padded = torch.tensor([[0] * 3 + [1] * 5, [1] * 8, [0] + [1] * 7])
     for mask in (padded, torch.ones(1, 1, dtype=torch.int64), torch.ones(4, 2, dtype=torch.int64)):
         prompt = tokens(*mask.shape)
-        # Padding is not what decides where a chunk ends: a row may begin in the second.
+        # A chunk may end inside the padding: a row may begin in the second chunk.
         assert torch.equal(greedy(step, past, prompt, mask, 12), generated(model, prompt, mask, 12))
 
 
-# ---- what is refused
+# ---- errors
 
 
-def test_models_that_are_refused(tmp_path: Path) -> None:
+def test_unsupported_models_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "model.pt2"
     with pytest.raises(ValueError, match=r"model must be .* have attached priors, got LlamaForCausalLM"):
         export_program(tiny("llama"), path)
@@ -170,14 +172,14 @@ def test_models_that_are_refused(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-def test_a_model_that_looks_at_values_is_refused_with_the_reason(tmp_path: Path) -> None:
+def test_data_dependent_models_are_refused_with_the_reason(tmp_path: Path) -> None:
     model = decoder()
     mlp: Any = model.model.layers[0].mlp
     inner = mlp.forward
     mlp.forward = lambda x: inner(x) if bool(x.sum() > 0) else x
     with pytest.raises(ValueError, match=r"cannot be exported as one graph for all lengths: .*data-dependent"):
         export_program(model, tmp_path / "model.pt2")
-    # Numbers that the graph holds, and the model changes.
+    # The graph stores numbers that the model changes.
     numbers = iter(range(9))
     mlp.forward = lambda x: inner(x) * next(numbers)
     with pytest.raises(ValueError, match=r"logits differ by .* nothing was written"):
@@ -185,13 +187,13 @@ def test_a_model_that_looks_at_values_is_refused_with_the_reason(tmp_path: Path)
     assert not list(tmp_path.iterdir())
 
 
-def test_a_matrix_does_not_say_where_a_text_begins() -> None:
+def test_dense_masks_are_refused_in_export() -> None:
     model, mask = attached("llama", num_hidden_layers=1), torch.ones(1, 1, 5, 5, dtype=torch.bool).tril()
     with pytest.raises(ValueError, match=r"LlamaAttention got .* \(1, 1, 5, 5\), which does not say where"):
         torch.export.export(model, (), {"input_ids": tokens(1, 5), "attention_mask": mask, "use_cache": False})
 
 
-def test_packages_that_are_missing_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_packages_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(export, "find_spec", lambda package: None)
     with pytest.raises(ModuleNotFoundError, match=r"export_onnx needs onnxruntime: pip install .*\[export\]"):
         export_onnx(decoder(), tmp_path / "model.onnx")

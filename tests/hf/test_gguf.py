@@ -1,4 +1,4 @@
-"""GGUF files of decoders with ALiBi, read back and computed as llama.cpp's ``refact`` does."""
+"""GGUF files of ALiBi decoders, read back and computed as in llama.cpp's ``refact``."""
 
 from pathlib import Path
 from typing import Any
@@ -38,7 +38,7 @@ def read(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
 
 
 def logits_of_refact(fields: dict[str, Any], tensors: dict[str, Tensor], ids: Tensor) -> Tensor:
-    """What llama.cpp computes: the formulas are its own, the numbers those of the file."""
+    """Compute llama.cpp's logits: its formulas, with the numbers of the file."""
     of = {name.removeprefix("refact."): value for name, value in fields.items()}
     heads, kv_heads, width = of["attention.head_count"], of["attention.head_count_kv"], of["attention.key_length"]
     power = 2 ** (heads.bit_length() - 1)
@@ -75,7 +75,7 @@ def logits_of_refact(fields: dict[str, Any], tensors: dict[str, Tensor], ids: Te
     ids=["tied", "shared, untied, wide heads", "bfloat16"],
 )
 @torch.no_grad()
-def test_the_file_holds_the_model(changes: dict[str, Any], tmp_path: Path) -> None:
+def test_files_hold_the_model(changes: dict[str, Any], tmp_path: Path) -> None:
     changes = dict(changes)
     model = decoder(**{name: value for name, value in changes.items() if name != "dtype"})
     model.to(changes.get("dtype", torch.float32))
@@ -89,7 +89,7 @@ def test_the_file_holds_the_model(changes: dict[str, Any], tmp_path: Path) -> No
     torch.testing.assert_close(found, model.float()(ids.unsqueeze(0)).logits[0], rtol=1e-4, atol=1e-4)
 
 
-def test_the_tokenizer_goes_with_it(tmp_path: Path) -> None:
+def test_files_hold_the_tokenizer(tmp_path: Path) -> None:
     text = Path(__file__).read_text()
     tokenizer = train_tokenizer([Document("this", text)], vocab_size=300)
     export_gguf(decoder(), tmp_path / "model.gguf", tokenizer)
@@ -99,7 +99,7 @@ def test_the_tokenizer_goes_with_it(tmp_path: Path) -> None:
     end = tokenizer.eos_token_id
     assert [number for number, kind in enumerate(fields["tokenizer.ggml.token_type"]) if kind == 3] == [end]
     assert fields["tokenizer.ggml.eos_token_id"] == end
-    # A merge makes one token of two.
+    # A merge joins two tokens.
     joined = [merge.replace(" ", "") for merge in fields["tokenizer.ggml.merges"]]
     assert len(joined) == 300 - 257
     assert set(joined) <= set(fields["tokenizer.ggml.tokens"])
@@ -119,7 +119,7 @@ def test_the_tokenizer_goes_with_it(tmp_path: Path) -> None:
         ({"layer_pattern": ["a", "b"], "layer_kinds": {"a": {}, "b": {"null_logit": "null_key"}}}, "it has null_logit"),
     ],
 )
-def test_what_llama_cpp_does_not_compute(changes: dict[str, Any], reason: str, tmp_path: Path) -> None:
+def test_models_that_llama_cpp_cannot_compute_are_refused(changes: dict[str, Any], reason: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=rf"layer [01] cannot be exported to GGUF: {reason}.* export_onnx supports"):
         export_gguf(decoder(**changes), tmp_path / "model.gguf")
     assert not list(tmp_path.iterdir())

@@ -1,6 +1,6 @@
 """Layers of the package goat-attention as PriorAttention, against the package itself.
 
-float32, outputs of the order of 1, within 1e-4.
+Outputs in float32 of the order of 1 agree within 1e-4.
 """
 
 from typing import Any
@@ -20,7 +20,7 @@ TOLERANCE = 1e-4
 
 
 def goat(width: int = 64, heads: int = 4, **changes: Any) -> Any:
-    """A layer none of whose parameters is as it started: its start is so close to 0 that mistakes would not show."""
+    """Return a layer all of whose parameters differ from their start, which is too close to 0 to show errors."""
     torch.manual_seed(0)
     options: dict[str, Any] = {"pos_rank": 3, "abs_rank": 4, "training_seq_len": 20, "batch_first": True}
     module = GoatAttention(width, heads, **options | changes)
@@ -59,7 +59,7 @@ def difference(a: Tensor, b: Tensor) -> float:
     bases=st.sampled_from([(10000.0, 10000.0), (50.0, 200.0)]),
 )
 @settings(max_examples=examples(15))
-def test_outputs_and_weights_are_the_packages(
+def test_outputs_and_weights_match_the_package(
     heads: tuple[int, int], head_dim: int, causal: bool, length: int, bases: tuple[float, float], **options: Any
 ) -> None:
     width = heads[0] * head_dim
@@ -75,7 +75,7 @@ def test_outputs_and_weights_are_the_packages(
 
 
 @pytest.mark.parametrize("causal", [False, True])
-def test_padding_masks_and_other_widths(causal: bool) -> None:
+def test_padding_masks_and_other_widths_match(causal: bool) -> None:
     theirs = goat(kdim=24, vdim=40, kv_num_heads=2)
     ours = load_goat_attention(theirs, causal=causal)
     inputs = hidden(), hidden(width=24, seed=2), hidden(width=40, seed=3)
@@ -89,7 +89,7 @@ def test_padding_masks_and_other_widths(causal: bool) -> None:
     assert difference(expected, ours(*inputs, **options)[0]) < TOLERANCE
 
 
-def test_from_a_state_dict_alone() -> None:
+def test_state_dicts_load() -> None:
     theirs = goat()
     ours = load_goat_attention(theirs.state_dict(), causal=True, train_length=20, batch_first=True).eval()
     x = hidden()
@@ -106,7 +106,7 @@ def test_from_a_state_dict_alone() -> None:
 
 
 @pytest.mark.parametrize("causal", [False, True])
-def test_without_a_training_length_it_is_exact_at_one_number_of_keys(causal: bool) -> None:
+def test_without_a_training_length_one_number_of_keys_matches(causal: bool) -> None:
     theirs = goat(training_seq_len=None)
     with pytest.raises(ValueError, match="train_length is required"):
         load_goat_attention(theirs, causal=causal)
@@ -117,7 +117,7 @@ def test_without_a_training_length_it_is_exact_at_one_number_of_keys(causal: boo
         assert gap < TOLERANCE if equal else gap > 1e-3
 
 
-def test_decoding_with_their_cache() -> None:
+def test_decoding_matches_with_the_packages_cache() -> None:
     theirs = goat()
     ours = load_goat_attention(theirs, causal=True)
     x = hidden()
@@ -132,7 +132,7 @@ def test_decoding_with_their_cache() -> None:
     assert difference(parts[-1], last) < TOLERANCE
 
 
-def test_gradients_of_what_both_have() -> None:
+def test_gradients_of_common_parameters_match() -> None:
     theirs = goat().train()
     ours = load_goat_attention(theirs, causal=True)
     assert ours.training
@@ -162,7 +162,7 @@ def test_rows_for_positions_stay_0_in_training() -> None:
     assert value[:, content:].all()
 
 
-def test_the_layer_is_a_plain_one() -> None:
+def test_loaded_layers_are_plain_prior_attention() -> None:
     layer = load_goat_attention(goat(dropout=0.25), causal=True)
     assert type(layer) is PriorAttention
     assert layer.dropout == 0.25
@@ -181,12 +181,12 @@ def test_the_layer_is_a_plain_one() -> None:
         ({"add_bias_kv": True}, "add_bias_kv=True"),
     ],
 )
-def test_refuses_what_is_no_prior(changes: dict[str, Any], message: str) -> None:
+def test_options_outside_of_priors_are_refused(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         load_goat_attention(goat(**changes), causal=True)
 
 
-def test_refuses_other_things() -> None:
+def test_other_objects_are_refused() -> None:
     with pytest.raises(ValueError, match="has no lambda_sym"):
         load_goat_attention(nn.Linear(2, 2), causal=True)
     scaled = goat()

@@ -1,4 +1,4 @@
-"""lm-evaluation-harness runs a model that has priors attached, saved and loaded, through its Python entry."""
+"""lm-evaluation-harness runs a saved model with attached priors through its Python entry."""
 
 import importlib
 import json
@@ -33,7 +33,7 @@ metric_list: [{{metric: acc, aggregation: mean, higher_is_better: true}}]
 """
 
 
-def test_multiple_choice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_multiple_choice_scores_match(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from lm_eval.tasks import TaskManager
 
     datasets: Any = importlib.import_module("datasets")
@@ -60,7 +60,7 @@ def test_multiple_choice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     scores = [[log_likelihood(question, answer) for answer in answers] for question, answers in QUESTIONS]
     best = [each.index(max(each)) for each in scores]
     rows = [
-        # The last answer is said to be the other one.
+        # The last question lists another answer as correct.
         {"question": question, "choices": answers, "answer": choice if place < 2 else 1 - choice}
         for place, ((question, answers), choice) in enumerate(zip(QUESTIONS, best, strict=True))
     ]

@@ -1,4 +1,4 @@
-"""The model card that is written beside a saved model or adapter."""
+"""Model cards beside saved models and adapters."""
 
 from pathlib import Path
 from typing import Any
@@ -44,7 +44,7 @@ def table(folder: Path) -> list[str]:
 
 
 def loaded(folder: Path, **names: Path) -> Any:
-    """The model that the card's code loads."""
+    """Run the card's code and return its model."""
     code = card_of(folder).split("```python\n")[1].split("```")[0]
     for name, path in names.items():
         assert name in code
@@ -105,7 +105,7 @@ def test_other_models_have_a_card(kind: Any, config: Any, tmp_path: Path) -> Non
     assert type(loaded(tmp_path, THIS_MODEL=tmp_path)) is kind
 
 
-def test_a_model_without_a_prior_says_so(tmp_path: Path) -> None:
+def test_the_card_of_a_model_without_a_prior_says_so(tmp_path: Path) -> None:
     decoder().save_pretrained(tmp_path)
     assert table(tmp_path) == ["| layers | prior |", "|---|---|", "| 0 to 4 | none |"]
 
@@ -147,7 +147,7 @@ def test_an_adapter_has_a_card(tmp_path: Path) -> None:
     assert "Base model: `someone/gpt2`." in card_of(adapter)
 
 
-def test_names_on_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hub_names_are_recognised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert name_on_hub("someone/gpt2") == "someone/gpt2"
     (tmp_path / "someone/gpt2").mkdir(parents=True)

@@ -1,4 +1,4 @@
-"""With priors no model makes anything as large as one matrix of queries by keys; transformers' own code does."""
+"""With priors, no model allocates a matrix of queries by keys; transformers' own code does."""
 
 from collections.abc import Callable
 from typing import Any
@@ -14,11 +14,11 @@ from attention_priors.hf import use_priors
 
 LENGTH = 2048
 MATRIX = 4 * LENGTH * LENGTH
-"""Bytes of one head's, in float32."""
+"""Size of one head's matrix in bytes, in float32."""
 
 
 def largest_allocation(run: Callable[[], Any]) -> int:
-    """Bytes of the largest piece of memory that a forward and backward pass asks for."""
+    """Return the size in bytes of the largest allocation in a forward and backward pass."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         run().loss.backward()
     results: Any = profiler.profiler
@@ -26,7 +26,7 @@ def largest_allocation(run: Callable[[], Any]) -> int:
 
 
 @pytest.mark.parametrize("name", ["bloom", "mpt", "t5", "umt5", "switch", "pop2piano"])
-def test_no_dense_matrices(name: str) -> None:
+def test_no_dense_matrix_is_allocated(name: str) -> None:
     if name in KINDS | RELATIVES:
         model = t5(name, **RELATIVE_CHANGES.get(name, {"num_layers": 1}))
     else:

@@ -1,4 +1,4 @@
-"""Priors and rotary positions that transformers computes itself: BLOOM's and MPT's, T5's, Llama's."""
+"""Priors and rotary positions against transformers' own code: BLOOM, MPT, T5 and Llama."""
 
 from typing import Any
 
@@ -32,17 +32,17 @@ def mpt(heads: int) -> torch.Tensor:
     return build_mpt_alibi_tensor(heads, LENGTH)[:, 0]
 
 
-def test_slopes_are_blooms_for_1_to_128_heads():
+def test_slopes_match_bloom_for_1_to_128_heads():
     for heads in COUNTS:
         torch.testing.assert_close(alibi_slopes(heads).float(), bloom(heads)[:, 1], rtol=1e-5, atol=0)
 
 
-def test_slopes_are_mpts_for_1_to_128_heads():
+def test_slopes_match_mpt_for_1_to_128_heads():
     for heads in COUNTS:
         torch.testing.assert_close(alibi_slopes(heads).float(), -mpt(heads)[:, -2], rtol=1e-6, atol=0)
 
 
-def test_biases_are_blooms_up_to_a_constant_per_query_for_1_to_128_heads():
+def test_biases_match_bloom_up_to_a_constant_per_query():
     positions = torch.arange(LENGTH)
     for heads in COUNTS:
         difference = Laplace(heads).log_prior(positions, positions) - bloom(heads)[:, None]
@@ -51,7 +51,7 @@ def test_biases_are_blooms_up_to_a_constant_per_query_for_1_to_128_heads():
             torch.testing.assert_close(past, past[:, :1].expand_as(past), rtol=1e-5, atol=1e-5)
 
 
-def test_biases_are_mpts_for_1_to_128_heads():
+def test_biases_match_mpt_for_1_to_128_heads():
     positions = torch.arange(LENGTH)
     for heads in COUNTS:
         last_query = Laplace(heads).log_prior(positions[-1:], positions)[:, 0]  # MPT's table is the last row
@@ -75,10 +75,10 @@ def test_bam_lemma_2_alibi_is_a_laplace_prior(heads: int):
 
 @settings(max_examples=examples(30))
 @given(st.integers(2, 64), st.integers(1, 3000), st.booleans())
-@example(16, 112, False)  # T5's own sizes
+@example(16, 112, False)  # T5's default sizes
 @example(16, 120, True)
-@example(54, 74, False)  # where a logarithm in float64 would move distance 72
-def test_buckets_are_t5s(half: int, beyond: int, bidirectional: bool):
+@example(54, 74, False)  # a logarithm in float64 would move distance 72
+def test_buckets_match_t5(half: int, beyond: int, bidirectional: bool):
     num_buckets = 2 * half
     max_distance = num_buckets // (4 if bidirectional else 2) + beyond
     expected = T5Attention._relative_position_bucket(
@@ -89,7 +89,7 @@ def test_buckets_are_t5s(half: int, beyond: int, bidirectional: bool):
 
 
 @pytest.mark.parametrize("num_buckets", [2, 3, 5, 7, 33])
-def test_buckets_are_t5s_for_few_or_odd_numbers_of_buckets(num_buckets: int):
+def test_few_or_odd_numbers_of_buckets_match_t5(num_buckets: int):
     for max_distance in (num_buckets + 1, 100, 5000):
         expected = T5Attention._relative_position_bucket(-DISTANCES, False, num_buckets, max_distance)
         assert torch.equal(RelativeBuckets(1, num_buckets, max_distance).bucket(DISTANCES), expected)
@@ -97,7 +97,7 @@ def test_buckets_are_t5s_for_few_or_odd_numbers_of_buckets(num_buckets: int):
 
 @pytest.mark.parametrize("bidirectional", [False, True])
 @pytest.mark.parametrize(("num_buckets", "max_distance"), [(32, 128), (8, 20), (64, 1000)])
-def test_log_prior_is_t5s_bias(bidirectional: bool, num_buckets: int, max_distance: int):
+def test_log_prior_matches_t5s_bias(bidirectional: bool, num_buckets: int, max_distance: int):
     config = T5Config(
         d_model=8,
         d_kv=2,
@@ -147,7 +147,7 @@ def llama(head_dim: int, base: float, scaling: dict[str, Any]) -> LlamaRotaryEmb
     ],
     ids=["default", "linear", "yarn"],
 )
-def test_is_llamas(head_dim: int, base: float, ours: dict[str, Any], theirs: dict[str, Any]):
+def test_rotary_positions_match_llama(head_dim: int, base: float, ours: dict[str, Any], theirs: dict[str, Any]):
     torch.manual_seed(0)
     q, k = torch.randn(2, 3, 40, head_dim), torch.randn(2, 3, 40, head_dim)
     positions = torch.stack([torch.arange(40), 100 + torch.arange(40)])

@@ -1,4 +1,4 @@
-"""BLOOM and MPT whose slopes train or are chosen: gradients, saving, loading."""
+"""BLOOM and MPT with trained or chosen slopes: gradients, saving, loading."""
 
 import json
 from collections.abc import Callable
@@ -29,7 +29,7 @@ def slopes_of(model: Any) -> dict[str, torch.nn.Parameter]:
 
 
 @both_families
-def test_slopes_start_where_they_were_and_train(make: Make) -> None:
+def test_trained_slopes_start_at_the_models_slopes(make: Make) -> None:
     model = make()
     expected = logits(model, tokens())
     use_priors(model, learn=True)
@@ -41,7 +41,7 @@ def test_slopes_start_where_they_were_and_train(make: Make) -> None:
 
 
 @both_families
-def test_plain_models_save_as_plain_models(make: Make, tmp_path: Path) -> None:
+def test_models_with_default_slopes_are_saved_as_plain_models(make: Make, tmp_path: Path) -> None:
     model = make()
     expected, kind = logits(model, tokens()), type(model)
     use_priors(model).save_pretrained(tmp_path)
@@ -51,7 +51,7 @@ def test_plain_models_save_as_plain_models(make: Make, tmp_path: Path) -> None:
     assert torch.equal(logits(loaded, tokens()), expected)
 
 
-def test_a_bare_stack_keeps_its_name(tmp_path: Path) -> None:
+def test_base_models_keep_their_name(tmp_path: Path) -> None:
     use_priors(BloomModel(bloom().config)).save_pretrained(tmp_path)
     assert json.loads((tmp_path / "config.json").read_text())["architectures"] == ["BloomModel"]
 
@@ -107,7 +107,7 @@ def test_a_training_run_resumes_with_its_slopes(tmp_path: Path) -> None:
 
 
 @both_families
-def test_restoring_drops_what_slopes_have_learned(make: Make, tmp_path: Path) -> None:
+def test_restoring_drops_learned_slopes(make: Make, tmp_path: Path) -> None:
     model = make()
     kind, expected, config = type(model), logits(model, tokens()), model.config.to_dict()
     use_priors(model, learn=True)
@@ -123,7 +123,7 @@ def test_restoring_drops_what_slopes_have_learned(make: Make, tmp_path: Path) ->
     assert type(AutoModelForCausalLM.from_pretrained(tmp_path)) is kind
 
 
-def test_another_model_of_the_same_config_is_left_alone(tmp_path: Path) -> None:
+def test_other_models_of_the_config_are_unchanged(tmp_path: Path) -> None:
     first = bloom()
     second = BloomForCausalLM(first.config)
     use_priors(first, learn=True)
@@ -134,12 +134,10 @@ def test_another_model_of_the_same_config_is_left_alone(tmp_path: Path) -> None:
     assert AutoConfig.from_pretrained(tmp_path).model_type == "bloom"
 
 
-def test_without_this_package_a_model_with_slopes_does_not_load_as_plain_bloom(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_models_with_slopes_do_not_load_as_plain_bloom(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     use_priors(bloom(), learn=True).save_pretrained(tmp_path)
     assert AutoConfig.from_pretrained(tmp_path).model_type == "bloom_with_priors"
-    monkeypatch.delitem(CONFIG_MAPPING._extra_content, "bloom_with_priors")  # as it is without our import
+    monkeypatch.delitem(CONFIG_MAPPING._extra_content, "bloom_with_priors")  # without an import of this package
     with pytest.raises(ValueError, match="bloom_with_priors"):
         AutoModelForCausalLM.from_pretrained(tmp_path)
 
@@ -151,7 +149,7 @@ def test_without_this_package_a_model_with_slopes_does_not_load_as_plain_bloom(
         ({"slopes": [1.0, 2.0, -1.0, 1.0]}, "slopes must be positive"),
     ],
 )
-def test_refuses_slopes_that_do_not_fit(arguments: dict[str, Any], message: str) -> None:
+def test_invalid_slopes_are_refused(arguments: dict[str, Any], message: str) -> None:
     model = bloom()
     with pytest.raises(ValueError, match=message):
         use_priors(model, **arguments)
@@ -159,6 +157,6 @@ def test_refuses_slopes_that_do_not_fit(arguments: dict[str, Any], message: str)
     assert use_priors(model) is model
 
 
-def test_refuses_to_learn_what_could_not_be_saved() -> None:
+def test_learned_slopes_need_a_model_that_can_be_saved() -> None:
     with pytest.raises(ValueError, match="need a model that can be saved with them"):
         use_priors(BloomModel(bloom().config), learn=True)

@@ -1,6 +1,6 @@
-"""T5 and models with its relative bias, with priors, against transformers' own code.
+"""T5, and models with its relative bias, with priors, against transformers' own code.
 
-float32, logits of the order of 10, within 1e-4.
+Logits in float32 of the order of 10 agree within 1e-4.
 """
 
 import copy
@@ -29,7 +29,7 @@ RELATIVE_CHANGES: dict[str, dict[str, Any]] = {
     "longt5": {"attention": "eager"},
     "udop": {"relative_attention_num_buckets": 32},
 }
-"""Changes that transformers' own code needs: two models have no SDPA, and UDOP's encoder shares a table of 32 rows."""
+"""Settings that transformers' own code needs. Two models have no SDPA, and UDOP's encoder shares a table of 32 rows."""
 every_kind = pytest.mark.parametrize("kind", KINDS)
 every_relative = pytest.mark.parametrize("kind", RELATIVES)
 
@@ -45,7 +45,7 @@ def make(kind: str = "t5", attention: str = "sdpa", **changes: Any) -> Any:
     with torch.no_grad():
         for name, parameter in made.named_parameters():
             if "relative_attention_bias" in name:
-                parameter.normal_(std=2)  # T5's own start hardly matters
+                parameter.normal_(std=2)  # T5's own start has little effect
             elif ".q.weight" in name:
                 parameter *= 3
     return made
@@ -57,7 +57,7 @@ def twins(*args: Any, **changes: Any) -> tuple[Any, Any]:
 
 
 @every_kind
-def test_hidden_states(kind: str) -> None:
+def test_hidden_states_match(kind: str) -> None:
     theirs, ours = (model(**inputs(), output_hidden_states=True) for model in twins(kind))
     for name in ("encoder_hidden_states", "decoder_hidden_states"):
         assert len(ours[name]) == len(theirs[name]) == 3
@@ -88,7 +88,7 @@ def logits(model: Any, **kwargs: Any) -> Tensor:
 
 @every_kind
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
-def test_logits_are_those_of_transformers(kind: str, attention: str) -> None:
+def test_logits_match_transformers(kind: str, attention: str) -> None:
     theirs, ours = twins(kind, attention)
     given = inputs()
     decoder_mask = torch.ones_like(given["decoder_input_ids"])
@@ -108,7 +108,7 @@ def test_logits_are_those_of_transformers(kind: str, attention: str) -> None:
     target_length=st.integers(1, 20),
 )
 @settings(max_examples=examples(8))
-def test_any_buckets_and_lengths(heads: int, half: int, beyond: int, length: int, target_length: int) -> None:
+def test_any_buckets_and_lengths_match(heads: int, half: int, beyond: int, length: int, target_length: int) -> None:
     theirs, ours = twins(
         num_heads=heads, relative_attention_num_buckets=2 * half, relative_attention_max_distance=half + beyond
     )
@@ -116,8 +116,8 @@ def test_any_buckets_and_lengths(heads: int, half: int, beyond: int, length: int
     assert difference(logits(theirs, **kwargs), logits(ours, **kwargs)) < TOLERANCE
 
 
-def test_the_bias_matters() -> None:
-    """Otherwise equal logits would say little."""
+def test_the_bias_changes_the_logits() -> None:
+    """Without an effect of the bias, equal logits would prove little."""
     model = use_priors(make())
     before = logits(model, **inputs())
     with torch.no_grad():
@@ -127,7 +127,7 @@ def test_the_bias_matters() -> None:
 
 @every_kind
 @pytest.mark.parametrize("checkpointing", [None, "reentrant", "not reentrant"])
-def test_gradients_are_those_of_transformers(kind: str, checkpointing: str | None) -> None:
+def test_gradients_match_transformers(kind: str, checkpointing: str | None) -> None:
     theirs, ours = twins(kind)
     for model in (theirs, ours):
         if checkpointing:
@@ -138,13 +138,13 @@ def test_gradients_are_those_of_transformers(kind: str, checkpointing: str | Non
         assert name == also
         torch.testing.assert_close(a.grad, b.grad, rtol=1e-4, atol=1e-5)
         biases += "relative_attention_bias" in name
-    assert biases == (4 if kind == "umt5" else 2)  # one for all blocks of a stack, or one for each block
+    assert biases == (4 if kind == "umt5" else 2)  # one table for all blocks of a stack, or one for each block
 
 
 @every_kind
 @pytest.mark.parametrize("beams", [1, 3])
 @pytest.mark.parametrize("cache", ["dynamic", "static", None])
-def test_generate(kind: str, beams: int, cache: str | None) -> None:
+def test_generated_tokens_match(kind: str, beams: int, cache: str | None) -> None:
     theirs, ours = twins(kind)
     options: dict[str, Any] = {"max_new_tokens": 8, "num_beams": beams, "do_sample": False, "eos_token_id": None}
     options |= {"use_cache": False} if cache is None else {"cache_implementation": cache}
@@ -158,7 +158,7 @@ def test_generate(kind: str, beams: int, cache: str | None) -> None:
 
 @every_kind
 @pytest.mark.parametrize("static", [False, True])
-def test_decoding_in_chunks(kind: str, static: bool) -> None:
+def test_chunked_decoding_matches(kind: str, static: bool) -> None:
     theirs, ours = twins(kind)
     given = inputs()
     decoder_ids = given.pop("decoder_input_ids")
@@ -175,8 +175,8 @@ def test_decoding_in_chunks(kind: str, static: bool) -> None:
 
 
 @pytest.mark.parametrize("kind", ["t5", "umt5"])
-def test_dropout_of_weights_draws_the_same(kind: str) -> None:
-    """The stacks alone, whose attention draws first; what a mask's layout changes in the order of draws is none."""
+def test_dropout_draws_equal_weights(kind: str) -> None:
+    """Runs each stack alone, so that its attention draws first. A mask's layout must not change the order of draws."""
     theirs, ours = twins(kind, "eager", dropout_rate=0.3)
     results = []
     for model in (theirs, ours):
@@ -186,7 +186,7 @@ def test_dropout_of_weights_draws_the_same(kind: str) -> None:
     assert difference(*results) < TOLERANCE
 
 
-def test_bfloat16_is_no_farther_from_float32_than_transformers() -> None:
+def test_bfloat16_errors_are_no_larger_than_in_transformers() -> None:
     theirs, ours = twins()
     exact = logits(theirs, **inputs(64, 48))
     errors = []
@@ -196,7 +196,7 @@ def test_bfloat16_is_no_farther_from_float32_than_transformers() -> None:
     assert errors[1] < 1.1 * errors[0]
 
 
-def test_a_mask_of_queries_and_keys() -> None:
+def test_dense_masks_match() -> None:
     theirs, ours = twins()
     causal = torch.ones(11, 11, dtype=torch.bool).tril().expand(3, 1, 11, 11).clone()
     causal[:, :, 6:, :6] = False
@@ -206,8 +206,8 @@ def test_a_mask_of_queries_and_keys() -> None:
     assert difference(expected, logits(ours, **kwargs)) < TOLERANCE
 
 
-def test_a_mask_of_queries_and_slots_of_a_static_cache() -> None:
-    """Its last slots are empty: where queries stand, the layers say."""
+def test_dense_masks_over_a_static_cache_match() -> None:
+    """The last slots of the cache are empty. The layers supply the positions of queries."""
     theirs, ours = twins()
     given = inputs()
     ids = given.pop("decoder_input_ids")
@@ -221,7 +221,7 @@ def test_a_mask_of_queries_and_slots_of_a_static_cache() -> None:
 
 
 def test_the_least_finite_number_of_a_mask_hides_keys() -> None:
-    """transformers writes it where it means -inf; a query without keys gets zeros either way."""
+    """transformers writes this number for -inf. A query without keys gets zeros in either form."""
     model = use_priors(make())
     ids = inputs(8)["input_ids"]
     visible = torch.ones(3, 1, 8, 8, dtype=torch.bool).tril()
@@ -231,7 +231,7 @@ def test_the_least_finite_number_of_a_mask_hides_keys() -> None:
     torch.testing.assert_close(found, expected, rtol=0, atol=TOLERANCE)
 
 
-def test_an_encoder_alone() -> None:
+def test_encoders_match() -> None:
     theirs = T5EncoderModel(make().config).eval()
     ours = use_priors(copy.deepcopy(theirs))
     ids = inputs()["input_ids"]
@@ -239,7 +239,7 @@ def test_an_encoder_alone() -> None:
 
 
 @every_kind
-def test_keys_and_files_stay_t5s(kind: str, tmp_path: Path) -> None:
+def test_state_dicts_and_files_stay_compatible_with_t5(kind: str, tmp_path: Path) -> None:
     model = make(kind)
     before, keys, types = logits(model, **inputs()), list(model.state_dict()), [type(m) for m in model.modules()]
     use_priors(model)
@@ -253,7 +253,7 @@ def test_keys_and_files_stay_t5s(kind: str, tmp_path: Path) -> None:
     assert torch.equal(logits(model, **inputs()), before)
 
 
-def test_training_moves_the_shared_scalars() -> None:
+def test_training_changes_the_shared_scalars() -> None:
     theirs, ours = twins()
     for model in (theirs, ours):
         optimizer = torch.optim.SGD(model.train().parameters(), lr=0.01)
@@ -274,13 +274,13 @@ def test_compiles_without_a_graph_break(kind: str) -> None:
     assert difference(logits(theirs, **inputs()), compiled(**inputs(), use_cache=False).logits) < TOLERANCE
 
 
-def test_refuses_slopes() -> None:
+def test_slopes_are_refused() -> None:
     with pytest.raises(ValueError, match="slopes and learn are for BLOOM and MPT"):
         use_priors(make(), learn=True)
 
 
 @every_kind
-def test_attention_weights(kind: str) -> None:
+def test_attention_weights_match(kind: str) -> None:
     theirs, ours = (model(**inputs(), output_attentions=True) for model in twins(kind, "eager"))
     for name in ("encoder_attentions", "decoder_attentions", "cross_attentions"):
         assert len(ours[name]) == len(theirs[name]) == 2
@@ -288,10 +288,10 @@ def test_attention_weights(kind: str) -> None:
             torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
 
 
-# ---- what stays as it was
+# ---- unchanged behaviour
 
 
-def test_models_of_the_same_config_stay_as_they_were() -> None:
+def test_other_models_of_the_config_are_unchanged() -> None:
     config = make().config
     one, other = T5EncoderModel(config).eval(), T5EncoderModel(config).eval()
     other.load_state_dict(one.state_dict())
@@ -304,7 +304,7 @@ def test_models_of_the_same_config_stay_as_they_were() -> None:
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
-def test_copies_have_tables_of_their_own(copied: Any) -> None:
+def test_copies_have_separate_tables(copied: Any) -> None:
     model = use_priors(make())
     other = copied(model)
     before = logits(model, **inputs())
@@ -315,7 +315,7 @@ def test_copies_have_tables_of_their_own(copied: Any) -> None:
     assert torch.equal(logits(model, **inputs()), before)
 
 
-def test_offloaded_before_or_after() -> None:
+def test_models_may_be_offloaded_before_or_after() -> None:
     theirs, ours = twins()
     other = copy.deepcopy(theirs)
     for model in (ours, other):
@@ -326,7 +326,7 @@ def test_offloaded_before_or_after() -> None:
     assert difference(logits(other, **inputs()), expected) < TOLERANCE
 
 
-def test_another_attention_implementation_is_an_error() -> None:
+def test_other_attention_implementations_are_refused() -> None:
     model = use_priors(make())
     model.set_attn_implementation("sdpa")
     with pytest.raises(RuntimeError, match=r"implementation 'sdpa' does not support the prior.*restore_attention"):
@@ -336,7 +336,7 @@ def test_another_attention_implementation_is_an_error() -> None:
     assert difference(logits(restore_attention(model), **inputs()), expected) < TOLERANCE
 
 
-def test_attach_names_the_other_way() -> None:
+def test_attach_points_to_use_priors() -> None:
     with pytest.raises(
         ValueError, match=r"not a plain decoder: .*; use_priors\(model\) computes its own bias as a prior"
     ):
@@ -347,7 +347,7 @@ def test_attach_names_the_other_way() -> None:
 
 
 def inputs_of(kind: str) -> dict[str, Tensor]:
-    """Return inputs with boxes on a page for UDOP, whose encoder has a dense bias of them."""
+    """Return inputs with boxes on a page for UDOP, whose encoder has a dense bias of boxes."""
     given = inputs()
     if kind == "udop":
         given["bbox"] = torch.rand(*given["input_ids"].shape, 4, generator=torch.Generator().manual_seed(2))
@@ -355,7 +355,7 @@ def inputs_of(kind: str) -> dict[str, Tensor]:
 
 
 @every_relative
-def test_logits_and_gradients_of_relatives(kind: str) -> None:
+def test_logits_and_gradients_of_related_models_match(kind: str) -> None:
     theirs, ours = twins(kind, **RELATIVE_CHANGES.get(kind, {}))
     results = []
     for model in (theirs, ours):
@@ -371,7 +371,7 @@ def test_logits_and_gradients_of_relatives(kind: str) -> None:
 
 
 @every_relative
-def test_relatives_decode_with_a_cache(kind: str) -> None:
+def test_related_models_decode_with_a_cache(kind: str) -> None:
     theirs, ours = twins(kind, **RELATIVE_CHANGES.get(kind, {}))
     given = inputs_of(kind)
     ids = given.pop("decoder_input_ids")
@@ -383,7 +383,7 @@ def test_relatives_decode_with_a_cache(kind: str) -> None:
     assert difference(whole, torch.cat(parts, 1)) < TOLERANCE
 
 
-def test_pix2structs_decoder() -> None:
+def test_pix2structs_decoder_matches() -> None:
     torch.manual_seed(0)
     sizes: dict[str, Any] = {"vocab_size": VOCABULARY, "hidden_size": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2}
     sizes |= {"num_heads": 4, "initializer_range": 0.2}

@@ -1,4 +1,4 @@
-"""The Python of docs/export.md runs as it stands there, from top to bottom."""
+"""The Python examples of docs/export.md run in order."""
 
 from pathlib import Path
 
@@ -8,7 +8,7 @@ from written_pages import python_of, run_page
 
 
 @pytest.mark.slow
-def test_blocks_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_examples_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for package in ("onnxruntime", "onnxscript", "gguf"):
         pytest.importorskip(package)
     monkeypatch.chdir(tmp_path)

@@ -1,4 +1,4 @@
-"""Small decoders of transformers with random weights, one of every kind that attach() is shown to work on."""
+"""Small decoders of transformers with random weights, one of every kind that attach() supports."""
 
 from __future__ import annotations
 
@@ -66,9 +66,9 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "gpt_neox": ("GPTNeoXForCausalLM", "GPTNeoXConfig", _SIZES | {"intermediate_size": 48}),
     "opt": ("OPTForCausalLM", "OPTConfig", _OPT | {"ffn_dim": 48, "word_embed_proj_dim": 32, "init_std": 0.2}),
 }
-"""Classes of model and configuration, and the configuration's arguments."""
+"""Model class, config class, and the config's arguments."""
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "rope_theta": 1e4}
-"""Rotary positions whose scaling multiplies the logits too."""
+"""Rotary scaling that also multiplies the logits."""
 WITH_SINKS = ("gpt_oss", "granite_swa", "mimo_v2_flash")
 """Families that have a place beside the keys, whose logits are parameters."""
 LAYERS = 2
@@ -76,7 +76,7 @@ HEADS = 4
 
 
 def tiny(family: str, seed: int = 0, **changes: Any) -> Any:
-    """The model, in evaluation mode."""
+    """Return the model in evaluation mode."""
     torch.manual_seed(seed)
     model, config, arguments = FAMILIES[family]
     made = getattr(hf, model)(getattr(hf, config)(**arguments | changes)).eval()

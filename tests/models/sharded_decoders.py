@@ -1,6 +1,6 @@
-"""Decoders whose tokens are spread over two processes, beside the same ones on one.
+"""Decoders whose tokens are distributed over two processes, beside equal decoders on one process.
 
-See ``test_sharded_decoder.py``; each process writes what it found to a file.
+``test_sharded_decoder.py`` runs this program. Each process writes its results to a file.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The decoder under PEFT's LoRA, its priors trained beside the adapters; and torch.export."""
+"""The decoder with PEFT's LoRA, whose priors train beside the adapters, and torch.export."""
 
 from pathlib import Path
 from typing import Any
@@ -11,14 +11,14 @@ from attention_priors.priors import Prior
 
 
 @pytest.mark.parametrize("family", ["BAM", "GOAT", "ALiBi and SSMax", "T5, shared by all layers"])
-def test_lora_and_priors(family: str, tmp_path: Path) -> None:
+def test_lora_and_priors_train_together(family: str, tmp_path: Path) -> None:
     peft: Any = pytest.importorskip("peft")
     model, ids = tiny_decoder(torch.float32, **FAMILIES[family]).train(), tokens(2, 7)
     before, fixed = logits_of(model, ids), {name for name, p in model.named_parameters() if not p.requires_grad}
     parts = [part for part in ("prior", "logit_scale") if any(name.endswith(part) for name, _ in model.named_modules())]
     settings = peft.LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj", "v_proj"], r=2, modules_to_save=parts)
     adapted: Any = peft.get_peft_model(model, settings)
-    # PEFT lets all of such a module train, what the description fixes too. (And keeps the original beside it, frozen.)
+    # PEFT trains the whole module, including parameters that the config fixes. (It keeps a frozen original beside it.)
     for name, module in adapted.named_modules():
         if isinstance(module, Prior) and "modules_to_save" in name:
             module.freeze_what_is_fixed()
@@ -43,7 +43,7 @@ def test_lora_and_priors(family: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_export(family: str) -> None:
+def test_exported_decoder_matches(family: str) -> None:
     model, ids = tiny_decoder(**FAMILIES[family], num_hidden_layers=1), tokens(2, 9)
     exported = torch.export.export(model, (ids,), {"use_cache": False}, strict=False)
     torch.testing.assert_close(exported.module()(ids, use_cache=False).logits, logits_of(model, ids))

@@ -1,4 +1,4 @@
-"""Found by transformers' Auto classes: after an import of the decoder, or without one by what is saved beside it."""
+"""transformers' Auto classes find the models: after an import, or without one by the code saved beside the weights."""
 
 import json
 import os
@@ -20,8 +20,8 @@ TRUST = {"trust_remote_code": True}
 FILES = {"README.md", "config.json", "generation_config.json", "model.safetensors", "modeling_prior_decoder.py"}
 
 
-# Runs each of its arguments in a copy of itself, whose imports are transformers and not ours. "---" stands between what
-# two programs print.
+# The program runs each of its arguments in a copy of itself that imports transformers and not this package. "---"
+# separates the output of two programs.
 COPIES = """import os, sys
 import torch
 from transformers import AutoModel, PreTrainedModel
@@ -38,7 +38,7 @@ for program in sys.argv[1:]:
 """
 
 
-def test_registered() -> None:
+def test_auto_classes_find_the_models() -> None:
     sizes = tiny_config(**FAMILIES["BAM"]).to_dict()
     config = AutoConfig.for_model(sizes.pop("model_type"), **sizes)
     assert type(config) is PriorDecoderConfig
@@ -74,8 +74,8 @@ print(json.dumps([type(model).__name__, float(sum(p.double().sum() for p in mode
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="Windows cannot copy a process")
-def test_in_a_new_process(tmp_path: Path) -> None:
-    """After an import, or by what is saved: a decoder, an encoder, a classifier of images."""
+def test_a_new_process_loads_saved_models(tmp_path: Path) -> None:
+    """A decoder, an encoder and an image classifier load after an import, or by their saved code."""
     decoder, ids = tiny_decoder(torch.float32, **FAMILIES["GOAT"]), tokens(1, 5)
     folder, again = tmp_path / "model", [tmp_path / "imported", tmp_path / "trusted"]
     decoder.save_pretrained(folder)
@@ -93,7 +93,7 @@ def test_in_a_new_process(tmp_path: Path) -> None:
         model.save_pretrained(tmp_path / kind)
         programs.append(OTHER.format(auto=auto, folder=str(tmp_path / kind)))
         others.append(model)
-    # Without a network, and with a cache of its own.
+    # No network, and an own cache.
     environment = os.environ | {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "cache")}
     printed = run_command([sys.executable, "-c", COPIES, *programs], environment=environment).stdout.split("---")
     found = [json.loads(each) for each in printed[:4]]
@@ -106,8 +106,8 @@ def test_in_a_new_process(tmp_path: Path) -> None:
         assert total == pytest.approx(float(sum(p.detach().double().sum() for p in model.parameters())))
 
 
-def test_trust_after_an_import(tmp_path: Path) -> None:
-    """The classes are those imported, and no source of theirs is saved with them."""
+def test_imported_classes_take_precedence(tmp_path: Path) -> None:
+    """The imported classes are used, and their source is not saved with them."""
     model = tiny_decoder(torch.float32, **FAMILIES["BAM"])
     model.save_pretrained(tmp_path / "model")
     for auto, wanted in (
@@ -121,7 +121,7 @@ def test_trust_after_an_import(tmp_path: Path) -> None:
         assert {path.name for path in (tmp_path / wanted.__name__).iterdir()} <= FILES
 
 
-def test_what_is_saved(tmp_path: Path) -> None:
+def test_saved_files_include_the_code(tmp_path: Path) -> None:
     model = tiny_decoder(torch.float32, **FAMILIES["BAM"])
     model.save_pretrained(tmp_path)
     assert {path.name for path in tmp_path.iterdir()} == FILES
@@ -132,15 +132,15 @@ def test_what_is_saved(tmp_path: Path) -> None:
         assert file == "modeling_prior_decoder"
         assert f" {name}" in module
     assert config["prior"] == FAMILIES["BAM"]["prior"]
-    # A model from the Hub knows its classes by the repository's name: saved, it is at home wherever it is put.
+    # A model from the Hub refers to its classes by the repository's name. After saving, it works from any place.
     config["auto_map"] = {"AutoConfig": "somebody/model--modeling_prior_decoder.PriorDecoderConfig"}
     (tmp_path / "config.json").write_text(json.dumps(config))
     PriorDecoderConfig.from_pretrained(tmp_path).save_pretrained(tmp_path)
     assert "somebody" not in (tmp_path / "config.json").read_text()
 
 
-def test_push_to_hub(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All files go up in one commit; the Hub itself is not asked."""
+def test_push_to_hub_makes_one_commit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All files are in one commit. No request reaches the Hub."""
     uploaded: dict[str, bytes] = {}
 
     def create_repo(self: Any, repo_id: str, **options: Any) -> huggingface_hub.RepoUrl:

@@ -1,4 +1,4 @@
-"""What transformers tests of generation by each of its own models (its GenerationTesterMixin), over the families."""
+"""transformers' own tests of generation (GenerationTesterMixin), for every family of priors."""
 
 import inspect
 from pathlib import Path
@@ -24,7 +24,7 @@ every_family = pytest.mark.parametrize("family", FAMILIES)
 
 
 def decoder(family: str, **changes: Any) -> Any:
-    """Wide embeddings, so that what comes next depends on the tokens."""
+    """Return a decoder with wide embeddings, so that the next token depends on the tokens."""
     return tiny_decoder(**FAMILIES[family], initializer_range=1.0, **changes)
 
 
@@ -37,12 +37,12 @@ def sample(model: Any, ids: Tensor, **options: Any) -> Tensor:
     return generate(model, ids, do_sample=True, **options)
 
 
-# ---- ways to search
+# ---- search
 
 
 @every_family
-def test_greedy_outputs(family: str) -> None:
-    """Scores, logits, attentions and hidden states of each step are those of one pass over the whole text."""
+def test_greedy_outputs_match_one_pass(family: str) -> None:
+    """Scores, logits, attentions and hidden states of each step equal those of one pass over the whole text."""
     model, ids = decoder(family), tokens(2, PROMPT)
     flags = {"output_scores": True, "output_logits": True, "output_attentions": True, "output_hidden_states": True}
     found = generate(model, ids, return_dict_in_generate=True, **flags)
@@ -65,7 +65,7 @@ def test_greedy_outputs(family: str) -> None:
 
 
 @every_family
-def test_sampling(family: str) -> None:
+def test_sampling_is_equal_with_and_without_cache(family: str) -> None:
     model, ids = decoder(family), tokens(2, PROMPT)
     found = sample(model, ids, temperature=2.0)
     assert torch.equal(found, sample(model, ids, temperature=2.0, use_cache=False))
@@ -77,7 +77,7 @@ def test_sampling(family: str) -> None:
 
 @every_family
 @pytest.mark.parametrize("how", ["search", "sample"])
-def test_beams(family: str, how: str) -> None:
+def test_beam_scores_are_mean_log_likelihoods(family: str, how: str) -> None:
     model, ids = decoder(family), tokens(2, PROMPT)
     search = generate if how == "search" else sample
     options: dict[str, Any] = {"num_beams": 3, "num_return_sequences": 2, "return_dict_in_generate": True}
@@ -89,7 +89,7 @@ def test_beams(family: str, how: str) -> None:
     assert torch.equal(found.sequences, static.sequences)
     assert found.attentions[0][0].shape == (6, 4, PROMPT, PROMPT)
     if how == "search":
-        # The score of a beam is the mean log-likelihood of what it says.
+        # The score of a beam is the mean log-likelihood of its tokens.
         logs = logits_of(model, found.sequences).log_softmax(-1)[:, PROMPT - 1 : -1]
         total = logs.gather(-1, found.sequences[:, PROMPT:, None]).sum((1, 2))
         torch.testing.assert_close(found.sequences_scores.double(), total / NEW, rtol=1e-4, atol=1e-4)
@@ -102,7 +102,7 @@ def test_beams(family: str, how: str) -> None:
 @pytest.mark.parametrize(
     "helper", ["another model", "the model itself", "its first layer", "the prompt"], ids=lambda helper: helper
 )
-def test_drafts_change_nothing(family: str, helper: str) -> None:
+def test_drafts_change_no_token(family: str, helper: str) -> None:
     model, ids = decoder(family), tokens(1, PROMPT)
     expected = generate(model, ids, max_new_tokens=12)
     options: dict[str, Any] = {
@@ -116,24 +116,24 @@ def test_drafts_change_nothing(family: str, helper: str) -> None:
     assert model.config.num_hidden_layers == 2
 
 
-def test_drafts_in_sampling() -> None:
+def test_sampling_works_with_drafts() -> None:
     model, ids = decoder("GOAT"), tokens(1, PROMPT)
     found = sample(model, ids, assistant_model=decoder("BAM", num_hidden_layers=1))
     assert found.shape[1] <= PROMPT + NEW
     assert torch.equal(found[:, :PROMPT], ids)
 
 
-def test_every_kind_of_search_is_one_of_these() -> None:
-    """Those that transformers has moved out of itself are not tested here; a new one would be missing."""
+def test_every_search_of_transformers_is_tested() -> None:
+    """Searches outside of transformers itself are not tested. A new search in transformers fails this test."""
     methods = {method for method in GENERATION_MODES_MAPPING.values() if "/" not in method}
     assert methods == {"_sample", "_beam_search", "_assisted_decoding"}
 
 
-# ---- what generation starts from
+# ---- input of generation
 
 
 @every_family
-def test_from_embeddings(family: str) -> None:
+def test_generation_from_embeddings(family: str) -> None:
     model, ids = decoder(family), tokens(2, PROMPT)
     embedded = model.get_input_embeddings()(ids)
     expected = generate(model, ids)
@@ -146,7 +146,7 @@ def test_from_embeddings(family: str) -> None:
 
 
 @every_family
-def test_from_embeddings_with_left_padding(family: str) -> None:
+def test_generation_from_embeddings_with_left_padding(family: str) -> None:
     model, ids = decoder(family), tokens(2, PROMPT)
     mask = torch.tensor([[0, 0, 1, 1, 1], [1] * 5])
     embedded = model.get_input_embeddings()(ids)
@@ -156,7 +156,7 @@ def test_from_embeddings_with_left_padding(family: str) -> None:
 
 
 @pytest.mark.parametrize("start", [{}, {"bos_token_id": 7}])
-def test_from_nothing(start: dict[str, int]) -> None:
+def test_generation_without_a_prompt(start: dict[str, int]) -> None:
     model = decoder("BAM")
     if not start:
         with pytest.raises(ValueError, match="bos_token_id"):
@@ -167,8 +167,8 @@ def test_from_nothing(start: dict[str, int]) -> None:
 
 @every_family
 @pytest.mark.parametrize("given", ["all tokens", "new tokens"])
-def test_from_a_cache(family: str, given: str) -> None:
-    """Generation stops, more tokens come, and it goes on where it was."""
+def test_generation_continues_from_a_cache(family: str, given: str) -> None:
+    """Generation stops, more tokens are appended, and generation continues from the cache."""
     model, ids, more = decoder(family), tokens(2, PROMPT), tokens(2, 3, 1)
     for padding in (0, 2):
         mask = torch.ones(2, PROMPT, dtype=torch.int64)
@@ -184,8 +184,8 @@ def test_from_a_cache(family: str, given: str) -> None:
 
 
 @every_family
-def test_documents_and_positions(family: str) -> None:
-    """What is generated goes on with the last document, with gaps before it or without."""
+def test_generation_continues_the_last_document(family: str) -> None:
+    """Generated tokens continue the last document, with or without gaps before it."""
     model = decoder(family)
     first, last = tokens(2, 3, 1), tokens(2, PROMPT, 2)
     ids = torch.cat([first, last], 1)
@@ -207,13 +207,13 @@ def test_documents_and_positions(family: str) -> None:
     assert torch.equal(generate(model, last, position_ids=gaps), text)
 
 
-def test_documents_with_drafts_and_chunks() -> None:
+def test_documents_with_drafts_and_chunked_prefill() -> None:
     model, ids = decoder("BAM"), torch.cat([tokens(1, 3, 1), tokens(1, PROMPT, 2)], 1)
     documents = torch.tensor([[0] * 3 + [1] * PROMPT])
     expected = generate(model, ids, document_ids=documents)
     for options in ({"prompt_lookup_num_tokens": 3}, {"prefill_chunk_size": 2}):
         assert torch.equal(generate(model, ids, document_ids=documents, **options), expected), options
-    with pytest.raises(ValueError, match="position_ids"):  # transformers cuts them into chunks
+    with pytest.raises(ValueError, match="position_ids"):  # transformers cuts the prompt into chunks
         generate(model, ids, position_ids=2 * torch.arange(8)[None], prefill_chunk_size=2)
 
 
@@ -222,7 +222,7 @@ def test_documents_with_drafts_and_chunks() -> None:
 
 @every_family
 @pytest.mark.parametrize("padded", [False, True])
-def test_caches_change_nothing(family: str, padded: bool) -> None:
+def test_caches_change_no_token(family: str, padded: bool) -> None:
     model, ids = decoder(family), tokens(2, PROMPT)
     mask = torch.ones_like(ids)
     mask[0, : 3 * padded] = 0
@@ -239,23 +239,23 @@ def test_caches_change_nothing(family: str, padded: bool) -> None:
         assert torch.equal(generate(model, ids, attention_mask=mask, **options), expected), options
 
 
-def test_quantised_cache() -> None:
+def test_quantised_cache_changes_no_token() -> None:
     pytest.importorskip("optimum.quanto")
     model, ids = decoder("BAM", hidden_size=64), tokens(2, PROMPT)
     exact = generate(model, ids)
     found = generate(model, ids, cache_implementation="quantized", cache_config={"nbits": 4, "residual_length": 128})
-    assert torch.equal(found, exact)  # all of it is within what the cache keeps unquantised
+    assert torch.equal(found, exact)  # the cache keeps all of these tokens unquantised
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="transformers offloads caches from CUDA alone")
-def test_offloaded_cache() -> None:
+def test_offloaded_cache_changes_no_token() -> None:
     model, ids = decoder("GOAT").cuda(), tokens(2, PROMPT).cuda()
     for implementation in ("offloaded", "offloaded_static"):
         assert torch.equal(generate(model, ids, cache_implementation=implementation), generate(model, ids))
 
 
 def test_generate_compiles_the_model() -> None:
-    """As it does on accelerators with a static cache: one graph for each token, and padding in it."""
+    """As on accelerators with a static cache: one graph for each token, with padding."""
     model, ids = decoder("GOAT", num_hidden_layers=1), tokens(2, PROMPT)
     mask = torch.tensor([[0, 0, 1, 1, 1], [1] * 5])
     compilation: Any = CompileConfig(backend="aot_eager", fullgraph=True)
@@ -267,29 +267,29 @@ def test_generate_compiles_the_model() -> None:
     assert torch.equal(found, expected)
 
 
-# ---- around it
+# ---- options
 
 
-def test_arguments_that_do_not_exist() -> None:
+def test_unknown_arguments_are_refused() -> None:
     model, ids = decoder("BAM"), tokens(1, PROMPT)
     with pytest.raises(ValueError, match="not used by the model"):
         generate(model, ids, documents=torch.zeros(1, PROMPT))
     assert "logits_to_keep" in inspect.signature(model.forward).parameters
 
 
-def test_every_logit_may_be_asked_for() -> None:
+def test_generate_accepts_logits_to_keep() -> None:
     model, ids = decoder("BAM"), tokens(2, PROMPT)
     assert torch.equal(generate(model, ids, logits_to_keep=0), generate(model, ids))
 
 
-def test_transition_scores() -> None:
+def test_transition_scores_match_the_logits() -> None:
     model, ids = decoder("GOAT"), tokens(2, PROMPT)
     found = generate(model, ids, num_beams=2, return_dict_in_generate=True, output_scores=True, length_penalty=1.0)
     scores = model.compute_transition_scores(found.sequences, found.scores, found.beam_indices)
     torch.testing.assert_close(scores.sum(-1) / NEW, found.sequences_scores, rtol=1e-4, atol=1e-4)
 
 
-def test_stopping() -> None:
+def test_stopping_criteria_are_applied() -> None:
     model, ids = decoder("BAM"), tokens(1, PROMPT)
     whole = generate(model, ids)
     limit: Any = StoppingCriteriaList([MaxLengthCriteria(PROMPT + 2)])
@@ -299,7 +299,7 @@ def test_stopping() -> None:
     assert torch.equal(generate(model, ids, eos_token_id=end), whole[:, : first + 1])
 
 
-def test_streaming() -> None:
+def test_streamed_tokens_match_the_output() -> None:
     class Words:
         def decode(self, ids: Any, **options: Any) -> str:
             return "".join(f"{int(i)} " for i in ids)
@@ -310,7 +310,7 @@ def test_streaming() -> None:
     assert "".join(streamer).split() == [str(int(i)) for i in found[0, PROMPT:]]
 
 
-def test_a_generation_config_is_kept(tmp_path: Path) -> None:
+def test_generation_configs_are_saved(tmp_path: Path) -> None:
     model = tiny_decoder(torch.float32, **FAMILIES["BAM"])
     assert model.generation_config is not None
     model.generation_config.update(max_new_tokens=3, pad_token_id=0, eos_token_id=VOCABULARY - 1)
@@ -320,8 +320,8 @@ def test_a_generation_config_is_kept(tmp_path: Path) -> None:
     assert loaded.generate(tokens(1, PROMPT), do_sample=False).shape[1] <= PROMPT + 3
 
 
-def test_continuous_batching_says_why_not() -> None:
-    """It pages keys and values for an attention function of transformers' own, which knows no prior."""
+def test_continuous_batching_is_refused_with_the_reason() -> None:
+    """It stores keys and values in pages for transformers' own attention functions, which have no prior."""
     model = decoder("BAM")
     with pytest.raises(NotImplementedError, match="continuous batching"):
         model.generate_batch([tokens(1, PROMPT)[0].tolist()])

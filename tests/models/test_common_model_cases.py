@@ -1,4 +1,4 @@
-"""What transformers tests of each of its own models (its ModelTesterMixin), over the families of priors."""
+"""transformers' own tests of models (ModelTesterMixin), for every family of priors."""
 
 import inspect
 from pathlib import Path
@@ -30,20 +30,20 @@ def gradients(model: nn.Module) -> dict[str, Tensor | None]:
 
 
 @every_family
-def test_deterministic(family: str) -> None:
+def test_outputs_are_deterministic(family: str) -> None:
     model, ids = tiny_decoder(**FAMILIES[family]).train(), tokens(2, LENGTH)
     assert torch.equal(logits_of(model, ids), logits_of(model, ids))
 
 
 @every_family
-def test_a_batch_is_its_rows(family: str) -> None:
+def test_rows_of_a_batch_are_independent(family: str) -> None:
     model, ids = tiny_decoder(**FAMILIES[family]), tokens(3, LENGTH)
     whole = logits_of(model, ids)
     for row in range(3):
         assert_close(logits_of(model, ids[row : row + 1]), whole[row : row + 1])
 
 
-def test_arguments_are_where_transformers_has_them() -> None:
+def test_arguments_have_the_order_of_transformers() -> None:
     names = list(inspect.signature(PriorDecoderForCausalLM.forward).parameters)
     theirs = ["input_ids", "attention_mask", "position_ids", "past_key_values", "inputs_embeds", "labels", "use_cache"]
     assert names[1:9] == [*theirs, "logits_to_keep"]
@@ -61,7 +61,7 @@ def test_attentions_are_the_weights_by_the_formula(family: str) -> None:
         assert weights.shape == (2, 4, LENGTH, LENGTH)
         torch.testing.assert_close(weights.sum(-1), torch.ones(2, 4, LENGTH, dtype=torch.float64))
         assert not weights.triu(1).any()
-    # They are the weights that were used: values mixed by them are what goes into the output projection.
+    # The returned weights are the applied weights: mixing the values by them gives the input of the output projection.
     inputs: list[Any] = []
     attention = model.model.layers[0].get_submodule("self_attn")
     hooks = [
@@ -71,13 +71,13 @@ def test_attentions_are_the_weights_by_the_formula(family: str) -> None:
     logits_of(model, ids)
     for hook in hooks:
         hook.remove()
-    if family != "Shaw":  # whose values depend on the distance too
+    if family != "Shaw":  # its values also depend on the distance
         values = inputs[0].unflatten(-1, (2, -1)).transpose(1, 2).repeat_interleave(2, 1)
         mixed = (outputs.attentions[0] @ values).transpose(1, 2).flatten(-2)
         torch.testing.assert_close(mixed, inputs[1], rtol=1e-6, atol=1e-7)
 
 
-def test_attentions_of_padding_and_a_cache() -> None:
+def test_attentions_with_padding_and_a_cache() -> None:
     model, ids = tiny_decoder(**FAMILIES["BAM"]), tokens(2, LENGTH)
     mask = torch.tensor([[0, 0, 1, 1, 1, 1, 1], [1] * 7])
     with torch.no_grad():
@@ -91,7 +91,7 @@ def test_attentions_of_padding_and_a_cache() -> None:
 
 
 @every_family
-def test_hidden_states(family: str) -> None:
+def test_hidden_states_are_returned(family: str) -> None:
     model, ids = tiny_decoder(**FAMILIES[family]), tokens(2, LENGTH)
     with torch.no_grad():
         outputs = model(ids, output_hidden_states=True, logits_to_keep=1)
@@ -107,7 +107,7 @@ def test_hidden_states(family: str) -> None:
     assert torch.equal(seen[0], states[1])
 
 
-def test_outputs_asked_for_by_the_config() -> None:
+def test_the_config_may_request_outputs() -> None:
     model, ids = tiny_decoder(), tokens(2, LENGTH)
     model.config.output_hidden_states = model.config.output_attentions = True
     outputs = model(ids)
@@ -119,7 +119,7 @@ def test_outputs_asked_for_by_the_config() -> None:
 
 
 @every_family
-def test_gradients_of_hidden_states_and_attentions(family: str) -> None:
+def test_hidden_states_and_attentions_have_gradients(family: str) -> None:
     model, ids = tiny_decoder(**FAMILIES[family]), tokens(2, LENGTH)
     outputs = model(ids, output_hidden_states=True, output_attentions=True)
     kept = [outputs.hidden_states[0], outputs.attentions[0]]
@@ -130,7 +130,7 @@ def test_gradients_of_hidden_states_and_attentions(family: str) -> None:
 
 
 @pytest.mark.parametrize("where", ["argument", "config"])
-def test_tuples_in_place_of_dictionaries(where: str) -> None:
+def test_return_dict_false_returns_tuples(where: str) -> None:
     model, ids = tiny_decoder(**FAMILIES["BAM"]), tokens(2, LENGTH)
     flags: dict[str, Any] = {"output_hidden_states": True, "output_attentions": True, "labels": ids}
     with torch.no_grad():
@@ -162,7 +162,7 @@ def test_tuples_in_place_of_dictionaries(where: str) -> None:
         ("labels", {"labels": torch.zeros(2, LENGTH - 1, dtype=torch.int64)}),
     ],
 )
-def test_nothing_is_ignored(message: str, options: dict[str, Any]) -> None:
+def test_unsupported_arguments_are_refused(message: str, options: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=message):
         tiny_decoder()(tokens(2, LENGTH), **options)
 
@@ -172,7 +172,7 @@ def test_tokens_without_a_batch_are_refused() -> None:
         tiny_decoder()(tokens(1, LENGTH)[0])
 
 
-def test_losses_of_part_of_the_tokens() -> None:
+def test_losses_ignore_masked_labels() -> None:
     model, ids = tiny_decoder(), tokens(2, LENGTH)
     logits = logits_of(model, ids)
     with torch.no_grad():
@@ -189,14 +189,14 @@ def test_losses_of_part_of_the_tokens() -> None:
 
 
 @every_family
-def test_embeddings_in_place_of_tokens(family: str) -> None:
+def test_embeddings_replace_tokens(family: str) -> None:
     model, ids = tiny_decoder(**FAMILIES[family]), tokens(2, LENGTH)
     embedded = model.model.embed_tokens(ids)
     with torch.no_grad():
         assert torch.equal(model(inputs_embeds=embedded).logits, logits_of(model, ids))
 
 
-def test_get_and_set_embeddings() -> None:
+def test_embeddings_can_be_replaced() -> None:
     model: Any = tiny_decoder(tie_word_embeddings=False)
     assert isinstance(model.get_input_embeddings(), nn.Embedding)
     assert isinstance(model.get_output_embeddings(), nn.Linear)
@@ -210,7 +210,7 @@ def test_get_and_set_embeddings() -> None:
 
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("size", [VOCABULARY + 10, VOCABULARY - 15])
-def test_resize_token_embeddings(tied: bool, size: int, tmp_path: Path) -> None:
+def test_token_embeddings_can_be_resized(tied: bool, size: int, tmp_path: Path) -> None:
     model, ids = tiny_decoder(torch.float32, tie_word_embeddings=tied), tokens(2, LENGTH) % 30
     before = logits_of(model, ids)
     resized: Any = model.resize_token_embeddings(size)
@@ -228,7 +228,7 @@ def test_resize_token_embeddings(tied: bool, size: int, tmp_path: Path) -> None:
     assert PriorDecoderForCausalLM.from_pretrained(tmp_path).config.vocab_size == size
 
 
-def test_resize_to_a_multiple() -> None:
+def test_resizing_pads_to_a_multiple() -> None:
     model = tiny_decoder()
     model.resize_token_embeddings(VOCABULARY + 1, pad_to_multiple_of=16)
     assert model.config.vocab_size == 64
@@ -239,7 +239,7 @@ def test_resize_to_a_multiple() -> None:
 
 @pytest.mark.parametrize("saved_tied", [True, False])
 @pytest.mark.parametrize("loaded_tied", [True, False])
-def test_tying_may_change_between_saving_and_loading(saved_tied: bool, loaded_tied: bool, tmp_path: Path) -> None:
+def test_tying_may_change_at_loading(saved_tied: bool, loaded_tied: bool, tmp_path: Path) -> None:
     model = tiny_decoder(torch.float32, tie_word_embeddings=saved_tied)
     model.save_pretrained(tmp_path)
     assert ("lm_head.weight" in load_file(tmp_path / "model.safetensors")) != saved_tied
@@ -248,7 +248,7 @@ def test_tying_may_change_between_saving_and_loading(saved_tied: bool, loaded_ti
     loaded, report = found
     assert torch.equal(loaded.model.embed_tokens.weight, model.model.embed_tokens.weight)
     if saved_tied and not loaded_tied:
-        # Nothing in the file says what the head is, and the report says so.
+        # The file does not contain the head, and the loading report lists it as missing.
         assert report["missing_keys"] == {"lm_head.weight"}
     else:
         assert not report["missing_keys"]
@@ -257,7 +257,7 @@ def test_tying_may_change_between_saving_and_loading(saved_tied: bool, loaded_ti
         assert not torch.equal(loaded.lm_head.weight, loaded.model.embed_tokens.weight)
 
 
-def test_a_model_whose_head_was_untied_is_saved_whole(tmp_path: Path) -> None:
+def test_a_model_with_an_untied_head_is_saved_in_full(tmp_path: Path) -> None:
     model, ids = tiny_decoder(torch.float32, tie_word_embeddings=True), tokens(2, LENGTH)
     model.lm_head.weight = nn.Parameter(torch.randn_like(model.lm_head.weight))
     model.config.tie_word_embeddings = False
@@ -266,14 +266,14 @@ def test_a_model_whose_head_was_untied_is_saved_whole(tmp_path: Path) -> None:
     torch.testing.assert_close(logits_of(loaded, ids), logits_of(model, ids), rtol=1e-5, atol=1e-5)
 
 
-# ---- saving, loading, initialising
+# ---- saving, loading, initialisation
 
 
 @every_family
 @pytest.mark.parametrize("sharded", [True, False])
-def test_every_tensor_is_saved_and_every_number_initialised(family: str, sharded: bool, tmp_path: Path) -> None:
+def test_all_state_is_saved_and_initialised(family: str, sharded: bool, tmp_path: Path) -> None:
     model = tiny_decoder(torch.float32, **FAMILIES[family])
-    # Nothing that counts hides outside of parameters and persistent buffers.
+    # All state is in parameters and persistent buffers.
     state = model.state_dict()
     for module in model.modules():
         for name, value in vars(module).items():
@@ -289,8 +289,8 @@ def test_every_tensor_is_saved_and_every_number_initialised(family: str, sharded
 
 
 @every_family
-def test_what_is_missing_is_initialised(family: str, tmp_path: Path) -> None:
-    """An empty file: each parameter starts as that of a new model does."""
+def test_missing_weights_are_initialised(family: str, tmp_path: Path) -> None:
+    """With an empty file, each parameter starts as in a new model."""
     from safetensors.torch import save_file
 
     config = tiny_config(**FAMILIES[family])
@@ -304,7 +304,7 @@ def test_what_is_missing_is_initialised(family: str, tmp_path: Path) -> None:
         assert torch.isfinite(parameter).all(), name
         assert parameter.requires_grad == fresh[name].requires_grad, name
         if "prior" in name and ".mlp." in name:
-            continue  # a few numbers, drawn from a wide distribution
+            continue  # few numbers, drawn from a wide distribution
         if fresh[name].numel() > 8 and fresh[name].std() > 0:
             assert 0.5 < float(parameter.std() / fresh[name].std()) < 2, name
         else:
@@ -312,14 +312,14 @@ def test_what_is_missing_is_initialised(family: str, tmp_path: Path) -> None:
 
 
 @every_family
-def test_made_on_the_meta_device(family: str) -> None:
+def test_models_may_be_built_on_meta(family: str) -> None:
     with torch.device("meta"):
         model = PriorDecoderForCausalLM(tiny_config(**FAMILIES[family]))
     assert {parameter.device.type for parameter in model.parameters()} == {"meta"}
     assert not [name for name, buffer in model.named_buffers() if buffer.device.type != "meta"]
 
 
-def test_loaded_within_a_device_context(tmp_path: Path) -> None:
+def test_a_device_context_may_surround_loading(tmp_path: Path) -> None:
     model, ids = tiny_decoder(torch.float32, **FAMILIES["GOAT"]), tokens(1, LENGTH)
     model.save_pretrained(tmp_path)
     with torch.device("cpu"):
@@ -329,17 +329,17 @@ def test_loaded_within_a_device_context(tmp_path: Path) -> None:
         PriorDecoderForCausalLM.from_pretrained(tmp_path)
 
 
-def test_weights_of_other_sizes(tmp_path: Path) -> None:
+def test_weights_of_other_sizes_are_reinitialised(tmp_path: Path) -> None:
     tiny_decoder(torch.float32, **FAMILIES["BAM"]).save_pretrained(tmp_path)
     with pytest.raises(RuntimeError, match="mismatch"):
         PriorDecoderForCausalLM.from_pretrained(tmp_path, vocab_size=60)
     model: Any = PriorDecoderForCausalLM.from_pretrained(tmp_path, vocab_size=60, ignore_mismatched_sizes=True)
     assert model.model.embed_tokens.weight.shape == (60, 32)
-    assert 0.15 < float(model.model.embed_tokens.weight.std()) < 0.6  # around initializer_range
+    assert 0.15 < float(model.model.embed_tokens.weight.std()) < 0.6  # about initializer_range
     assert torch.isfinite(logits_of(model.eval(), tokens(1, LENGTH))).all()
 
 
-def test_torch_save(tmp_path: Path) -> None:
+def test_models_survive_torch_save(tmp_path: Path) -> None:
     model, ids = tiny_decoder(torch.float32, **FAMILIES["GOAT"]), tokens(1, LENGTH)
     torch.save(model.state_dict(), tmp_path / "weights.pt")
     other = PriorDecoderForCausalLM(model.config).eval()
@@ -348,8 +348,8 @@ def test_torch_save(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_the_config_is_all_there_is_to_a_model(variant: str, tmp_path: Path) -> None:
-    """JSON and back gives the same config, and from it the same modules."""
+def test_the_config_determines_the_modules(variant: str, tmp_path: Path) -> None:
+    """A config survives JSON, and builds equal modules."""
     config = tiny_config(**VARIANTS[variant])
     config.save_pretrained(tmp_path)
     back = PriorDecoderConfig.from_pretrained(tmp_path)
@@ -362,7 +362,7 @@ def test_the_config_is_all_there_is_to_a_model(variant: str, tmp_path: Path) -> 
     assert parts[0] == parts[1]
 
 
-def test_a_config_that_says_nothing_is_a_decoder_without_positions() -> None:
+def test_the_default_config_has_no_positions() -> None:
     config = PriorDecoderConfig()
     assert (config.prior, config.encoding, config.logit_scale) == (None, None, None)
     assert config.to_diff_dict()["model_type"] == "prior_decoder"
@@ -373,7 +373,7 @@ def test_a_config_that_says_nothing_is_a_decoder_without_positions() -> None:
 
 @every_family
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_loaded_in_half_precision(family: str, dtype: torch.dtype, tmp_path: Path) -> None:
+def test_half_precision_models_keep_float32_priors(family: str, dtype: torch.dtype, tmp_path: Path) -> None:
     model, ids = tiny_decoder(torch.float32, **FAMILIES[family]), tokens(2, LENGTH)
     model.save_pretrained(tmp_path)
     half = PriorDecoderForCausalLM.from_pretrained(tmp_path, dtype=dtype).eval()
@@ -385,7 +385,7 @@ def test_loaded_in_half_precision(family: str, dtype: torch.dtype, tmp_path: Pat
     assert float((found - expected).abs().max()) < (0.1 if dtype == torch.bfloat16 else 0.02) * float(
         expected.abs().max()
     )
-    # Saved as it is, loaded as it was saved, priors float32 all the while.
+    # Saving and loading in half precision keeps dtypes: priors stay float32.
     half.save_pretrained(tmp_path / "half")
     again = PriorDecoderForCausalLM.from_pretrained(tmp_path / "half").eval()
     assert again.dtype == dtype
@@ -395,7 +395,7 @@ def test_loaded_in_half_precision(family: str, dtype: torch.dtype, tmp_path: Pat
 
 
 @every_family
-def test_trained_under_autocast(family: str) -> None:
+def test_models_train_under_autocast(family: str) -> None:
     model, ids = tiny_decoder(torch.float32, **FAMILIES[family]).train(), tokens(2, LENGTH)
     grads = []
     for enabled in (False, True):
@@ -414,8 +414,8 @@ def test_trained_under_autocast(family: str) -> None:
 
 @every_family
 @pytest.mark.parametrize("reentrant", [None, True, False])
-def test_gradient_checkpointing(family: str, reentrant: bool | None) -> None:
-    """Same gradients, and a cache that is asked for by mistake is neither filled twice nor kept."""
+def test_gradient_checkpointing_keeps_gradients(family: str, reentrant: bool | None) -> None:
+    """Gradients are equal. A cache that is requested by mistake is neither filled twice nor kept."""
     ids, grads = tokens(2, LENGTH), []
     for checkpointing in (False, True):
         model: Any = tiny_decoder(**FAMILIES[family]).train()
@@ -434,7 +434,7 @@ def test_gradient_checkpointing(family: str, reentrant: bool | None) -> None:
         torch.testing.assert_close(grads[1][name], expected, rtol=1e-6, atol=1e-9)
 
 
-def test_checkpointing_with_a_full_cache_is_refused() -> None:
+def test_gradient_checkpointing_with_a_filled_cache_is_refused() -> None:
     model, ids = tiny_decoder().train(), tokens(2, LENGTH)
     model.gradient_checkpointing_enable()
     cache: Any = DynamicCache(config=model.config)
@@ -444,8 +444,8 @@ def test_checkpointing_with_a_full_cache_is_refused() -> None:
         model.train()(ids, past_key_values=cache)
 
 
-def test_checkpointing_with_frozen_embeddings() -> None:
-    """As adapters are trained: inputs must be made to require a gradient for the reentrant kind."""
+def test_gradient_checkpointing_with_frozen_embeddings() -> None:
+    """As for adapters: with the reentrant kind, inputs must require a gradient."""
     model: Any = tiny_decoder(**FAMILIES["BAM"]).train()
     for name, parameter in model.named_parameters():
         parameter.requires_grad_("prior" in name and parameter.requires_grad)
@@ -457,7 +457,7 @@ def test_checkpointing_with_frozen_embeddings() -> None:
 
 
 @every_family
-def test_flags_say_what_is_so(family: str) -> None:
+def test_class_flags_are_correct(family: str) -> None:
     model = tiny_decoder(**FAMILIES[family])
     assert model.can_generate()
     assert model.supports_gradient_checkpointing

@@ -1,4 +1,4 @@
-"""A compiled decoder: one graph, and the logits and gradients of the one that is not compiled."""
+"""A compiled decoder is one graph, with the logits and gradients of the uncompiled decoder."""
 
 import shutil
 from typing import Any
@@ -26,13 +26,13 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 
 def small_decoder(variant: str) -> PriorDecoderForCausalLM:
-    """Return a decoder of one layer, or of two that share a prior."""
+    """Return a decoder of one layer, or of two layers that share a prior."""
     options = VARIANTS[variant]
     return tiny_decoder(**options, num_hidden_layers=2 if options.get("share_prior") else 1)
 
 
 PAIRS = [(variant, option) for variant in VARIANTS for option in OPTIONS]
-# What a decoder does with priors, encodings and scales; tests of attention compile each prior alone.
+# Variants of the decoder's use of priors, encodings and scales. Tests of attention compile each prior separately.
 DISTINCT = [
     ("prior and shaw", "plain"),
     ("prior and rotary", "padding"),
@@ -44,7 +44,7 @@ DISTINCT = [
 
 
 @pytest.mark.parametrize("pair", every_other_deep(PAIRS, DISTINCT), ids="-".join)
-def test_no_graph_break(pair: tuple[str, str]) -> None:
+def test_decoder_compiles_without_a_graph_break(pair: tuple[str, str]) -> None:
     variant, options = pair[0], OPTIONS[pair[1]]
     model, ids = small_decoder(variant), tokens(2, LENGTH)
     torch._dynamo.reset()
@@ -54,7 +54,7 @@ def test_no_graph_break(pair: tuple[str, str]) -> None:
 
     found = torch.compile(logits, fullgraph=True, backend="aot_eager")()
     expected = logits()
-    # What padding gives has no meaning.
+    # Outputs of padding have no meaning.
     meant = options.get("attention_mask", torch.ones_like(ids)).bool()
     torch.testing.assert_close(found[meant], expected[meant])
     learned = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
@@ -71,7 +71,7 @@ def test_no_graph_break(pair: tuple[str, str]) -> None:
 @pytest.mark.parametrize("variant", every_other_deep(VARIANTS, ["prior key_sink", "ssmax and a prior"]))
 @torch.no_grad()
 def test_decoding_with_a_static_cache_compiles_once(variant: str) -> None:
-    """There are two graphs, for the prompt and for the tokens after it, however many tokens follow."""
+    """There are two graphs, for the prompt and for later tokens, for any number of tokens."""
     model, ids = small_decoder(variant), tokens(2, LENGTH)
     expected = model(ids, use_cache=False).logits
     cache = StaticCache(config=model.config, max_cache_len=LENGTH + 7)
@@ -99,7 +99,7 @@ SCHEMES: dict[str, dict[str, Any]] = {
     "forget gate and null key": {"key_bias": "forget_gate", "null_logit": "null_key"},
 }
 SHAPES = ((2, 32), (3, 48), (2, 130), (3, 333))
-"""Texts and tokens, of which attention makes one tile, or several."""
+"""Numbers of texts and tokens, for which attention uses one tile or several."""
 
 
 def make(name: str) -> PriorDecoderForCausalLM:
@@ -109,7 +109,7 @@ def make(name: str) -> PriorDecoderForCausalLM:
 
 
 def step(model: Any, own: PriorDecoderForCausalLM, batch: int, length: int) -> list[Tensor]:
-    """The loss, and the gradients of all parameters."""
+    """Return the loss and the gradients of all parameters."""
     text = torch.randint(0, 50, (batch, length), generator=torch.Generator().manual_seed(length))
     own.zero_grad()
     loss = model(input_ids=text, labels=text).loss
@@ -131,12 +131,12 @@ def check(name: str, backend: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", every_other_deep(SCHEMES, ["goat", "forget gate and null key"]))
-def test_one_graph_for_all_lengths(name: str) -> None:
+def test_one_graph_serves_all_lengths(name: str) -> None:
     check(name, "aot_eager")
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
 @pytest.mark.parametrize("name", every_other_deep(["ggd and ssmax", "goat"], ["ggd and ssmax"]))
-def test_compiled_code_is_right_too(name: str) -> None:
+def test_compiled_code_matches(name: str) -> None:
     check(name, "inductor")

@@ -1,4 +1,4 @@
-"""What transformers does with a model: generate, save, load, cast, checkpoint gradients, check configs."""
+"""Features of transformers' models: generation, saving, loading, casting, gradient checkpointing, config checks."""
 
 import json
 from pathlib import Path
@@ -19,7 +19,7 @@ NEW = 6
 
 
 def greedy(model: PriorDecoderForCausalLM, ids: Tensor) -> Tensor:
-    """One token after the other, without a cache."""
+    """Generate one token after the other, without a cache."""
     for _ in range(NEW):
         ids = torch.cat([ids, logits_of(model, ids)[:, -1:].argmax(-1)], 1)
     return ids
@@ -38,8 +38,8 @@ def generated(model: PriorDecoderForCausalLM, ids: Tensor, **options: Any) -> Te
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_generate(variant: str) -> None:
-    # Wide embeddings: next to narrow ones positions alone would decide what comes next.
+def test_generate_matches_a_loop_without_cache(variant: str) -> None:
+    # With narrow embeddings, positions alone would decide the next token.
     model, ids = tiny_decoder(**VARIANTS[variant], initializer_range=1.0), tokens(2, 5)
     expected = greedy(model, ids)
     assert len(set(expected[:, 5:].flatten().tolist())) > 1
@@ -48,7 +48,7 @@ def test_generate(variant: str) -> None:
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_generate_with_left_padding(variant: str) -> None:
+def test_left_padding_changes_no_generated_token(variant: str) -> None:
     model = tiny_decoder(**VARIANTS[variant])
     sequences = [tokens(1, length, seed) for seed, length in enumerate((6, 2, 4))]
     ids = torch.cat([torch.nn.functional.pad(x, (6 - x.shape[1], 0)) for x in sequences])
@@ -66,13 +66,13 @@ def test_beam_search_reorders_the_cache() -> None:
 
 
 def described(config: PriorDecoderConfig) -> dict[str, Any]:
-    """All that a config says, but for where it was loaded from."""
+    """Return a config's content, without the place that it was loaded from."""
     return {name: value for name, value in config.to_dict().items() if name != "_name_or_path"}
 
 
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_save_and_load(variant: str, tied: bool, tmp_path: Path) -> None:
+def test_saved_models_load_with_equal_logits(variant: str, tied: bool, tmp_path: Path) -> None:
     model, ids = tiny_decoder(torch.float32, **VARIANTS[variant], tie_word_embeddings=tied), tokens(2, 9)
     model.save_pretrained(tmp_path)
     names = {path.name for path in tmp_path.iterdir()}
@@ -85,7 +85,7 @@ def test_save_and_load(variant: str, tied: bool, tmp_path: Path) -> None:
     for (name, saved), (same, tensor) in zip(model.named_parameters(), loaded.named_parameters(), strict=True):
         assert name == same
         assert torch.equal(saved, tensor), name
-    # Not equal to the last bit: weights in a mapped file are aligned in another way, which changes the order of sums.
+    # Not bitwise equal: weights in a mapped file have another alignment, which changes the order of sums.
     torch.testing.assert_close(logits_of(loaded.eval(), ids), logits_of(model, ids), rtol=1e-5, atol=1e-5)
     config = json.loads((tmp_path / "config.json").read_text())
     assert config["model_type"] == "prior_decoder"
@@ -93,7 +93,7 @@ def test_save_and_load(variant: str, tied: bool, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_tied_embeddings(tied: bool, tmp_path: Path) -> None:
+def test_embeddings_may_be_tied(tied: bool, tmp_path: Path) -> None:
     model = tiny_decoder(torch.float32, tie_word_embeddings=tied)
     assert (model.lm_head.weight is model.model.embed_tokens.weight) == tied
     model.save_pretrained(tmp_path)
@@ -103,19 +103,19 @@ def test_tied_embeddings(tied: bool, tmp_path: Path) -> None:
     assert model.lm_head.weight.grad is not None
 
 
-def test_share_prior() -> None:
+def test_layers_may_share_a_prior() -> None:
     shared = tiny_decoder(prior={"name": "laplace", "learn": True}, share_prior=True)
     apart = tiny_decoder(prior={"name": "laplace", "learn": True})
     count = {model: sum(isinstance(m, Laplace) for m in model.modules()) for model in (shared, apart)}
     assert count == {shared: 1, apart: 2}
-    # One prior in all layers, or the same numbers in each layer's own.
+    # One prior in all layers, against equal numbers in separate priors.
     state = {name: tensor for name, tensor in shared.state_dict().items() if "prior" not in name}
     slope = shared.state_dict()["model.prior.log_slope"]
     state |= {f"model.layers.{layer}.self_attn.prior.log_slope": slope for layer in (0, 1)}
     apart.load_state_dict(state)
     ids = tokens(2, 9)
     torch.testing.assert_close(logits_of(shared, ids), logits_of(apart, ids), rtol=1e-12, atol=1e-12)
-    # Its gradient is the sum of theirs.
+    # The shared prior's gradient is the sum of the separate ones.
     for model in (shared, apart):
         model(ids, labels=ids).loss.backward()
     total = torch.stack([p.grad for n, p in apart.named_parameters() if "prior" in n and p.grad is not None]).sum(0)
@@ -131,7 +131,7 @@ LEARNING = {
 }
 
 
-def test_everything_that_can_learn_does() -> None:
+def test_every_trainable_parameter_gets_a_gradient() -> None:
     model, ids = tiny_decoder(**LEARNING).train(), tokens(2, 9)
     model(ids, labels=ids).loss.backward()
     learning = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
@@ -143,7 +143,7 @@ def test_everything_that_can_learn_does() -> None:
 
 
 @pytest.mark.parametrize("cast", ["load", "to", "half", "bfloat16"])
-def test_priors_stay_float32(cast: str, tmp_path: Path) -> None:
+def test_priors_stay_float32_in_half_precision_models(cast: str, tmp_path: Path) -> None:
     changes: dict[str, Any] = {"prior": "generalized_gaussian", "logit_scale": "ssmax"}
     model = tiny_decoder(torch.float32, **changes)
     wanted = torch.float16 if cast == "half" else torch.bfloat16
@@ -181,8 +181,8 @@ def test_priors_and_scales_stay_float32_when_a_state_dict_is_assigned(scale: str
 @pytest.mark.parametrize(
     "name", [n for n in VARIANTS if n.startswith("prior ") and n not in ("prior kerple", "prior fire")]
 )
-def test_initial_parameters_are_those_of_the_description(name: str) -> None:
-    """Neither transformers' own initialisation nor the model's may change a prior's start (two start at random)."""
+def test_initial_parameters_match_the_config(name: str) -> None:
+    """Neither transformers' initialisation nor the model's may change a prior's start. Two priors start at random."""
     model = PriorDecoderForCausalLM(tiny_config(**VARIANTS[name]))
     torch.manual_seed(0)
     prior = model.config.make_prior()
@@ -194,8 +194,8 @@ def test_initial_parameters_are_those_of_the_description(name: str) -> None:
                 assert torch.equal(tensor, expected[parameter]), parameter
 
 
-def test_weights_without_one_of_a_priors_parameters(tmp_path: Path) -> None:
-    """What the file lacks starts as the description says; what it has stays as it is."""
+def test_files_may_lack_a_parameter_of_a_prior(tmp_path: Path) -> None:
+    """A missing parameter starts as the config says. The others are loaded."""
     model = tiny_decoder(torch.float32, prior={"name": "generalized_gaussian", "init": "laplace"})
     model.save_pretrained(tmp_path)
     file = tmp_path / "model.safetensors"
@@ -246,13 +246,13 @@ def test_base_model_loads_from_a_language_model(tmp_path: Path) -> None:
         ("share_prior must be True or False, got 'no'", {"share_prior": "no"}),
     ],
 )
-def test_mistakes_show_in_the_config(message: str, changes: dict[str, Any]) -> None:
+def test_invalid_configs_are_refused(message: str, changes: dict[str, Any]) -> None:
     with pytest.raises(Exception, match=message) as caught:
         tiny_config(**changes)
     assert isinstance(caught.value, ValueError)
 
 
-def test_key_value_heads_default_to_all() -> None:
+def test_num_key_value_heads_defaults_to_num_heads() -> None:
     config = PriorDecoderConfig(hidden_size=32, num_attention_heads=4, vocab_size=50)
     assert (config.num_key_value_heads, config.head_dim) == (4, 8)
     wide = tiny_config(head_dim=16)

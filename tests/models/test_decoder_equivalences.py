@@ -1,4 +1,4 @@
-"""One sequence, many ways to feed it: in chunks, packed, padded. The logits stay."""
+"""Logits of a sequence are equal in chunks, packed and padded."""
 
 from typing import Any
 
@@ -21,7 +21,7 @@ def assert_close(found: Tensor, expected: Tensor) -> None:
 
 @torch.no_grad()
 def in_chunks(model: PriorDecoderForCausalLM, ids: Tensor, chunks: list[int], cache: Any, **whole: Any) -> Tensor:
-    """Logits, the sequence fed chunk by chunk; ``whole`` are arguments over all keys so far."""
+    """Return the logits of a sequence fed in chunks. ``whole`` holds arguments over all keys so far."""
     parts, start = [], 0
     for size in chunks:
         stop = start + size
@@ -36,14 +36,14 @@ def in_chunks(model: PriorDecoderForCausalLM, ids: Tensor, chunks: list[int], ca
 
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("chunks", [[LENGTH], [4, 1, 3, 1, 1, 1], [1] * LENGTH])
-def test_prefill_and_decoding(variant: str, chunks: list[int]) -> None:
+def test_chunks_over_a_cache_match_one_pass(variant: str, chunks: list[int]) -> None:
     model, ids = tiny_decoder(**VARIANTS[variant]), tokens(2, LENGTH)
     whole = logits_of(model, ids)
     assert_close(in_chunks(model, ids, chunks, DynamicCache(config=model.config)), whole)
 
 
-def test_a_tolerance_is_kept_and_skips_keys(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Chunks of a long text over a cache; the step over one token reads every key."""
+def test_a_tolerance_bounds_the_error_and_skips_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chunks of a long text use a cache. The step over a single token reads every key."""
     model, ids = tiny_decoder(prior="laplace"), tokens(1, 1800)
     exact = in_chunks(model, ids, [900, 899, 1], DynamicCache(config=model.config))
     pruned = tiny_decoder(prior="laplace", tolerance=0.2)
@@ -62,21 +62,21 @@ def test_a_tolerance_is_kept_and_skips_keys(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.parametrize("tolerance", [-1e-6, 1.0])
-def test_a_tolerance_is_a_share(tolerance: float) -> None:
+def test_a_tolerance_must_be_a_share(tolerance: float) -> None:
     with pytest.raises(ValueError, match=r"tolerance must be in \[0, 1\), got"):
         PriorDecoderConfig(tolerance=tolerance)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_static_cache(variant: str) -> None:
-    """A cache with room to spare: its empty slots are keys that nobody may see."""
+def test_a_static_cache_matches_one_pass(variant: str) -> None:
+    """A cache with free slots, whose empty keys are hidden."""
     model, ids = tiny_decoder(**VARIANTS[variant]), tokens(2, LENGTH)
     cache = StaticCache(config=model.config, max_cache_len=LENGTH + 6)
     assert_close(in_chunks(model, ids, [5, 1, 4, 1], cache), logits_of(model, ids))
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_packed_documents(variant: str) -> None:
+def test_packed_documents_match_separate_ones(variant: str) -> None:
     model = tiny_decoder(**VARIANTS[variant])
     lengths = [3, 6, 1, 4]
     documents = [tokens(1, length, seed) for seed, length in enumerate(lengths)]
@@ -90,8 +90,8 @@ def test_packed_documents(variant: str) -> None:
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_interleaved_documents(variant: str) -> None:
-    """Tokens of two documents take turns: positions count within each."""
+def test_interleaved_documents_match_separate_ones(variant: str) -> None:
+    """Tokens of two documents alternate. Positions count within each document."""
     model = tiny_decoder(**VARIANTS[variant])
     ids, owners = tokens(1, 9), torch.tensor([[0, 1, 0, 0, 1, 0, 1, 1, 0]])
     found = logits_of(model, ids, document_ids=owners)
@@ -102,7 +102,7 @@ def test_interleaved_documents(variant: str) -> None:
 
 @pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_padding(variant: str, side: str) -> None:
+def test_padding_changes_no_logits(variant: str, side: str) -> None:
     model = tiny_decoder(**VARIANTS[variant])
     lengths = [LENGTH, 4, 7]
     ids, mask = tokens(3, LENGTH), torch.ones(3, LENGTH, dtype=torch.int64)
@@ -122,7 +122,7 @@ def test_padding(variant: str, side: str) -> None:
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_no_look_ahead(variant: str) -> None:
+def test_logits_do_not_depend_on_later_tokens(variant: str) -> None:
     model, ids = tiny_decoder(**VARIANTS[variant]), tokens(1, LENGTH)
     changed = ids.clone()
     changed[0, 6] = (ids[0, 6] + 1) % 50
@@ -132,8 +132,8 @@ def test_no_look_ahead(variant: str) -> None:
 
 
 @pytest.mark.parametrize("variant", [v for v in VARIANTS if v not in ("nothing", "prior uniform", "ssmax")])
-def test_position_matters(variant: str) -> None:
-    """Each prior and encoding does something: the last token tells the order of those before."""
+def test_logits_depend_on_the_order_of_tokens(variant: str) -> None:
+    """Each prior and encoding has an effect: the last logits depend on the order of earlier tokens."""
     model, ids = tiny_decoder(**VARIANTS[variant]), tokens(1, LENGTH)
     swapped = ids.clone()
     swapped[0, [1, 7]] = ids[0, [7, 1]]
@@ -143,8 +143,8 @@ def test_position_matters(variant: str) -> None:
 
 
 @pytest.mark.parametrize("heads", [(4, 4), (4, 2), (4, 1)])
-def test_grouped_queries(heads: tuple[int, int]) -> None:
-    """With its key and value heads repeated, a grouped model is one with a key head per query head."""
+def test_grouped_queries_match_repeated_keys(heads: tuple[int, int]) -> None:
+    """With repeated key and value heads, a grouped model equals a model with one key head per query head."""
     sizes = {"num_attention_heads": heads[0], "prior": "laplace", "encoding": "rotary"}
     grouped = tiny_decoder(**sizes, num_key_value_heads=heads[1])
     full = tiny_decoder(**sizes, num_key_value_heads=heads[0])
@@ -158,7 +158,7 @@ def test_grouped_queries(heads: tuple[int, int]) -> None:
     assert_close(logits_of(grouped, ids), logits_of(full, ids))
 
 
-def test_embeddings_in_place_of_tokens() -> None:
+def test_embeddings_replace_tokens() -> None:
     model, ids = tiny_decoder(prior="laplace"), tokens(2, LENGTH)
     with torch.no_grad():
         embedded = model(inputs_embeds=model.model.embed_tokens(ids), use_cache=False).logits
@@ -170,7 +170,7 @@ def test_embeddings_in_place_of_tokens() -> None:
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_logits_to_keep(variant: str) -> None:
+def test_logits_to_keep_selects_the_last_logits(variant: str) -> None:
     model, ids = tiny_decoder(**VARIANTS[variant]), tokens(2, LENGTH)
     whole = logits_of(model, ids)
     assert_close(logits_of(model, ids, logits_to_keep=3), whole[:, -3:])
@@ -179,8 +179,8 @@ def test_logits_to_keep(variant: str) -> None:
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_tokens_without_logits_are_keys_all_the_same(variant: str) -> None:
-    """What the last layer leaves out of a chunk is not missing from the cache."""
+def test_tokens_without_logits_are_cached(variant: str) -> None:
+    """The last layer computes fewer queries of a chunk, but caches all of its keys."""
     model, ids = tiny_decoder(**VARIANTS[variant]), tokens(2, LENGTH)
     cache = DynamicCache(config=model.config)
     with torch.no_grad():
@@ -210,12 +210,12 @@ def test_loss_is_the_mean_over_next_tokens() -> None:
         ("attention_mask", {"attention_mask": torch.ones(2, 1, LENGTH, LENGTH)}),
     ],
 )
-def test_bad_masks(name: str, options: dict[str, Any]) -> None:
+def test_invalid_masks_are_refused(name: str, options: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=name):
         tiny_decoder()(tokens(2, LENGTH), **options)
 
 
-def test_past_the_learned_table() -> None:
+def test_positions_past_the_learned_table_are_refused() -> None:
     model = tiny_decoder(encoding={"name": "learned", "max_length": LENGTH - 1})
     with pytest.raises(ValueError, match="learned table"):
         model(tokens(1, LENGTH))

@@ -1,4 +1,4 @@
-"""What loading, recomputing and static caches must not change."""
+"""Loading, recomputation and static caches change no results."""
 
 from typing import Any
 
@@ -26,7 +26,7 @@ def test_gradient_checkpointing_gives_the_same_gradients(variant: str):
 
 
 @every_variant
-def test_what_is_fixed_stays_fixed_when_loaded(variant: str, tmp_path):
+def test_fixed_parameters_stay_fixed_after_loading(variant: str, tmp_path):
     model = tiny_decoder(torch.float32, **VARIANTS[variant])
     model.save_pretrained(tmp_path)
     loaded = PriorDecoderForCausalLM.from_pretrained(tmp_path)
@@ -36,7 +36,7 @@ def test_what_is_fixed_stays_fixed_when_loaded(variant: str, tmp_path):
 
 @pytest.mark.parametrize("padded", [False, True])
 @every_variant
-def test_a_static_cache_generates_what_a_dynamic_one_does(variant: str, padded: bool):
+def test_static_and_dynamic_caches_generate_equal_tokens(variant: str, padded: bool):
     model: Any = tiny_decoder(**VARIANTS[variant], initializer_range=1.0)
     ids = tokens(2, 5)
     if padded:

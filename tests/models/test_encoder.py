@@ -35,14 +35,14 @@ def made(name: str) -> PriorEncoderForMaskedLM:
     return PriorEncoderForMaskedLM(PriorEncoderConfig(**SMALL, **KINDS[name])).eval()
 
 
-def test_commands_for_decoders_say_what_it_is(tmp_path: Path) -> None:
+def test_commands_for_decoders_refuse_encoders(tmp_path: Path) -> None:
     made("bam").save_pretrained(tmp_path)
     with pytest.raises(ValueError, match=r"must be a causal language model, .*; got an encoder \(prior_encoder\)"):
         load_model(tmp_path)
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_every_token_sees_what_follows_it(name: str) -> None:
+def test_tokens_see_later_tokens(name: str) -> None:
     model = made(name)
     changed = TEXT.clone()
     changed[:, -1] += 1
@@ -51,34 +51,34 @@ def test_every_token_sees_what_follows_it(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_padding_changes_nothing(name: str) -> None:
+def test_padding_changes_no_logits(name: str) -> None:
     model = made(name)
     padded = torch.cat([TEXT, torch.tensor([[1, 2, 3], [4, 5, 6]])], 1)
     mask = torch.tensor([[1] * 6 + [0] * 3] * 2)
     torch.testing.assert_close(
         model(padded, attention_mask=mask).logits[:, :6], model(TEXT).logits, rtol=1e-4, atol=1e-5
     )
-    # In front of the text too, whether or not positions say so.
+    # Padding may also be in front of the text, with or without explicit positions.
     front = torch.cat([torch.tensor([[1, 2, 3], [4, 5, 6]]), TEXT], 1)
     positions = torch.arange(-3, 6).clamp(min=0)
     for given in ({"position_ids": positions}, {}):
         found = model(front, attention_mask=mask.flip(1), **given).logits[:, 3:]
         torch.testing.assert_close(found, model(TEXT).logits, rtol=1e-4, atol=1e-5)
-    # And a text of each kind in one batch.
+    # A batch may hold a text of each kind.
     both = model(torch.cat([front, padded]), attention_mask=torch.cat([mask.flip(1), mask])).logits
     torch.testing.assert_close(both[:2, 3:], model(TEXT).logits, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(both[2:, :6], model(TEXT).logits, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", [name for name in KINDS if name not in ("sinusoidal", "none")])
-def test_only_distances_count(name: str) -> None:
+def test_logits_depend_on_distances_only(name: str) -> None:
     model = made(name)
     moved = model(TEXT, position_ids=torch.arange(100, 106)).logits
     torch.testing.assert_close(moved, model(TEXT).logits, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_saved_and_loaded_it_is_the_same(name: str, tmp_path: Path) -> None:
+def test_saved_models_load_with_equal_logits(name: str, tmp_path: Path) -> None:
     model = made(name)
     model.save_pretrained(tmp_path)
     again = AutoModelForMaskedLM.from_pretrained(tmp_path, trust_remote_code=True)
@@ -86,7 +86,7 @@ def test_saved_and_loaded_it_is_the_same(name: str, tmp_path: Path) -> None:
     torch.testing.assert_close(again(TEXT).logits, model(TEXT).logits, rtol=0, atol=0)
 
 
-def test_attentions_and_hidden_states() -> None:
+def test_attentions_and_hidden_states_are_returned() -> None:
     found = made("bam")(TEXT, output_attentions=True, output_hidden_states=True)
     assert [weights.shape for weights in found.attentions] == [(2, 3, 6, 6)] * 2
     assert len(found.hidden_states) == 3
@@ -94,7 +94,7 @@ def test_attentions_and_hidden_states() -> None:
         torch.testing.assert_close(weights.sum(-1), torch.ones(2, 3, 6))
 
 
-def test_mistakes_are_named() -> None:
+def test_invalid_arguments_are_named() -> None:
     with pytest.raises(ValueError, match="encoding must be additive or rotary in an encoder"):
         PriorEncoderConfig(**SMALL, encoding={"name": "shaw", "max_offset": 4})
     grids: list[Any] = [{"name": "axial", "rows": "laplace"}, ["uniform", "spectral_2d"]]
@@ -134,8 +134,8 @@ def test_packed_documents_do_not_see_each_other(name: str) -> None:
     torch.testing.assert_close(packed[:, 2:], model(second).logits, rtol=1e-4, atol=1e-5)
 
 
-def test_the_loss_of_a_step_in_parts_is_that_of_the_whole() -> None:
-    """As the Trainer accumulates gradients: each part is told how many labels there are in all."""
+def test_accumulated_losses_sum_to_the_whole() -> None:
+    """The Trainer accumulates gradients: each part gets the total number of labels."""
     model, labels = made("bam"), TEXT.clone()
     labels[0, :4] = -100
     whole = model(TEXT, labels=labels).loss
@@ -144,7 +144,7 @@ def test_the_loss_of_a_step_in_parts_is_that_of_the_whole() -> None:
 
 
 def test_masked_tokens_of_the_embedded_corpus_are_learned(tmp_path: Path) -> None:
-    """Out of the box: the Trainer and the collator of transformers."""
+    """Training uses transformers' own Trainer and collator."""
     text = load_corpus("embedded", max_characters=60_000).train
     tokenizer = train_tokenizer(text, 400)
     tokenizer.add_special_tokens({"mask_token": "<|mask|>"})

@@ -1,4 +1,4 @@
-"""What is read from transformers' mask functions is what their matrices say."""
+"""The mask read from transformers' mask functions equals their matrices."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ from attention_priors.models.masks import Keys, KeysMask, keys_mask
 
 
 def matrix_of(keys: Keys) -> Tensor:
-    """From what was read alone, ``(B, Lq, Lk)``."""
+    """Return the matrix ``(B, Lq, Lk)`` from the parsed mask only."""
     assert keys.forbidden is None
     slots = torch.arange(keys.num_keys).unsqueeze(0) + keys.key_offset
     queries = torch.arange(keys.num_queries).unsqueeze(-1) + keys.query_offset
@@ -30,7 +30,7 @@ def matrix_of(keys: Keys) -> Tensor:
 
 
 @given(st.data())
-def test_what_is_read(data: st.DataObject) -> None:
+def test_parsed_masks_match_the_matrices(data: st.DataObject) -> None:
     batch, length = data.draw(st.integers(1, 3)), data.draw(st.integers(1, 9))
     window = data.draw(st.none() | st.integers(1, 12))
     function = masks.causal_mask_function if window is None else masks.sliding_window_causal_mask_function(window)
@@ -55,8 +55,8 @@ def test_what_is_read(data: st.DataObject) -> None:
 
 
 @given(st.data())
-def test_the_last_queries_alone(data: st.DataObject) -> None:
-    """Gemma 4 computes no more of them in layers that borrow their keys."""
+def test_masks_of_the_last_queries_match(data: st.DataObject) -> None:
+    """Gemma 4 computes only the last queries in layers that borrow keys."""
     length, before = data.draw(st.integers(1, 9)), data.draw(st.integers(0, 5))
     mask = keys_mask(
         2,
@@ -82,7 +82,7 @@ def test_the_last_queries_alone(data: st.DataObject) -> None:
 
 
 @pytest.mark.parametrize("name", ["chunked", "or", "of one's own", "vmapped"])
-def test_other_functions_are_kept_as_matrices(name: str) -> None:
+def test_other_mask_functions_stay_matrices(name: str) -> None:
     function = {
         "chunked": masks.chunked_causal_mask_function(4, torch.zeros(2, dtype=torch.long)),
         "or": masks.or_masks(masks.causal_mask_function, masks.sliding_window_overlay(2)),
@@ -97,7 +97,7 @@ def test_other_functions_are_kept_as_matrices(name: str) -> None:
     assert torch.equal(mask.keys.forbidden, ~expected)  # pyright: ignore[reportArgumentType, reportOptionalOperand]
 
 
-def test_the_mask_is_a_tensor_without_memory() -> None:
+def test_the_mask_allocates_no_matrix() -> None:
     mask = keys_mask(2, "cpu", q_length=5, kv_length=7, q_offset=2)
     assert mask.keys == Keys(torch.device("cpu"), 2, 5, 7)
     assert mask.shape == (2, 1, 5, 7)
@@ -105,7 +105,7 @@ def test_the_mask_is_a_tensor_without_memory() -> None:
     assert len(mask) == 2
     assert mask.dtype == torch.bool
     assert mask.untyped_storage().nbytes() == 1
-    cropped = mask[:, :, :, :7]  # to the number of keys, as Pix2Struct does
+    cropped = mask[:, :, :, :7]  # up to the number of keys, as in Pix2Struct
     copies = (mask.detach(), mask.clone(), mask.contiguous(), mask.to("cpu"), mask.to(torch.device("cpu")))
     for same in (cropped, *copies):
         assert isinstance(same, KeysMask)
@@ -115,7 +115,7 @@ def test_the_mask_is_a_tensor_without_memory() -> None:
     assert moved.device.type == "meta"
 
 
-def test_whoever_computes_with_it_gets_the_matrix() -> None:
+def test_operations_on_the_mask_return_the_matrix() -> None:
     mask = keys_mask(1, "cpu", q_length=4, kv_length=4)
     expected = torch.ones(4, 4, dtype=torch.bool).tril()
     assert torch.equal(mask[0, 0], expected)

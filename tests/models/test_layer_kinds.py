@@ -1,4 +1,4 @@
-"""Layers of several kinds: which layer has what, descriptions, errors, and a model that reads beyond its window."""
+"""Layers of several kinds: patterns, configs, errors, and generation beyond a window."""
 
 import json
 from pathlib import Path
@@ -20,7 +20,7 @@ KINDS: dict[str, Any] = {
 PATTERN = ["local", "local", "global"]
 
 
-def test_the_pattern_repeats() -> None:
+def test_patterns_repeat_over_the_layers() -> None:
     model = tiny_decoder(layer_pattern=PATTERN, layer_kinds=KINDS, num_hidden_layers=5)
     for index, layer in enumerate(model.model.layers):
         attention: Any = layer.self_attn
@@ -30,7 +30,7 @@ def test_the_pattern_repeats() -> None:
     assert model.config.layer_types == ["full_attention"] * 2 + ["indexed_attention"] + ["full_attention"] * 2
 
 
-def test_a_kind_inherits_what_it_does_not_describe() -> None:
+def test_kinds_inherit_missing_parts() -> None:
     kinds = {"a": {"prior": None}, "b": {"encoding": {"name": "rotary", "base": 500.0}}}
     model: Any = tiny_decoder(
         prior={"name": "window", "size": 3}, encoding="rotary", layer_pattern=["a", "b"], layer_kinds=kinds
@@ -42,7 +42,7 @@ def test_a_kind_inherits_what_it_does_not_describe() -> None:
     assert (first.encoding.base, second.encoding.base) == (10000.0, 500.0)
 
 
-def test_a_config_comes_back(tmp_path: Path) -> None:
+def test_configs_survive_saving(tmp_path: Path) -> None:
     model = tiny_decoder(torch.float32, layer_pattern=PATTERN, layer_kinds=KINDS, num_hidden_layers=4)
     model.save_pretrained(tmp_path)
     written = json.loads((tmp_path / "config.json").read_text())
@@ -77,18 +77,18 @@ def test_a_config_comes_back(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_mistakes(changes: dict[str, Any], complaint: str) -> None:
+def test_invalid_kinds_are_refused(changes: dict[str, Any], complaint: str) -> None:
     with pytest.raises(ValueError, match=complaint):
         PriorDecoderConfig(**changes)
 
 
-def test_an_added_encoding_is_the_whole_models() -> None:
+def test_additive_encodings_belong_to_the_whole_model() -> None:
     config = tiny_config(encoding="sinusoidal", layer_pattern=["a"], layer_kinds={"a": {"prior": "laplace"}})
     assert PriorDecoderForCausalLM(config).model.encoding is not None
 
 
 def test_a_trained_model_generates_beyond_its_window() -> None:
-    """Seven tokens later it repeats the first one, which only the global layer sees."""
+    """Seven tokens later, the model repeats the first token, which only the global layer sees."""
     torch.manual_seed(0)
     kinds: dict[str, Any] = {"local": {"encoding": "rotary", "prior": {"name": "window", "size": 4}}, "global": {}}
     model: Any = PriorDecoderForCausalLM(

@@ -1,4 +1,4 @@
-"""lm-evaluation-harness runs a saved model as it runs any other, without a network."""
+"""lm-evaluation-harness runs a saved model like any other, without a network."""
 
 import importlib
 import json
@@ -41,14 +41,14 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[PriorDecoderForCaus
 def log_likelihood(
     model: PriorDecoderForCausalLM, tokenizer: PreTrainedTokenizerFast, question: str, answer: str
 ) -> float:
-    """Of the answer's tokens after the question's, in nats."""
+    """Return the log-likelihood of the answer's tokens after the question, in nats."""
     before, whole = tokenizer.encode(question), tokenizer.encode(question + answer)
     logs = logits_of(model, torch.tensor([whole]))[0].log_softmax(-1)
     return sum(float(logs[place - 1, whole[place]]) for place in range(len(before), len(whole)))
 
 
 def write_task(folder: Path, model: PriorDecoderForCausalLM, tokenizer: PreTrainedTokenizerFast) -> list[list[float]]:
-    """A multiple-choice task of local files in which the model is right in three questions of four."""
+    """Write a multiple-choice task of local files in which the model answers three of four questions correctly."""
     scores = [
         [log_likelihood(model, tokenizer, question, answer) for answer in answers] for question, answers in QUESTIONS
     ]
@@ -83,14 +83,14 @@ metric_list:
 
 @pytest.fixture
 def offline(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, str]:
-    """No network, and a cache of the test's own."""
+    """Disable the network, and use a separate cache."""
     settings = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "HF_HOME": str(tmp_path / "cache")}
     for name, value in settings.items():
         monkeypatch.setenv(name, value)
     return {**os.environ, **settings}
 
 
-def test_from_python(
+def test_python_entry_runs_the_model(
     saved: tuple[PriorDecoderForCausalLM, PreTrainedTokenizerFast, Path],
     offline: dict[str, str],
     monkeypatch: pytest.MonkeyPatch,
@@ -98,10 +98,10 @@ def test_from_python(
 ) -> None:
     from lm_eval.tasks import TaskManager
 
-    # lm_eval's own annotations and lazy names mislead a type checker.
+    # lm_eval's own annotations and lazy names mislead type checkers.
     datasets: Any = importlib.import_module("datasets")
     lm_eval: Any = importlib.import_module("lm_eval")
-    # datasets has read the environment when it was imported, which another test may have done.
+    # datasets read the environment at import, maybe in another test.
     monkeypatch.setattr(datasets.config, "HF_DATASETS_OFFLINE", True)
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
     model, tokenizer, folder = saved
@@ -121,11 +121,11 @@ def test_from_python(
         assert all(math.isclose(one, other, abs_tol=1e-3) for one, other in zip(logs, expected, strict=True))
 
 
-@pytest.mark.deep  # a new process takes 20 seconds; that it finds the saved classes, test_auto_classes.py tests too
-def test_from_the_command_line(
+@pytest.mark.deep  # a new process takes 20 seconds; test_auto_classes.py also tests that it finds the saved classes
+def test_command_line_runs_the_model(
     saved: tuple[PriorDecoderForCausalLM, PreTrainedTokenizerFast, Path], offline: dict[str, str], tmp_path: Path
 ) -> None:
-    """The command that docs/hugging-face.md shows: nothing imports our package but what is saved beside the weights."""
+    """Runs the command of docs/hugging-face.md. Only the code saved beside the weights imports this package."""
     model, tokenizer, folder = saved
     write_task(tmp_path, model, tokenizer)
     command = [sys.executable, "-m", "lm_eval", "run", "--model", "hf"]

@@ -1,4 +1,4 @@
-"""accelerate's ``device_map``: parts of the model in memory, parts on disk, priors among them."""
+"""accelerate's ``device_map``: parts of the model in memory and on disk, including priors."""
 
 from pathlib import Path
 from typing import Any
@@ -14,14 +14,14 @@ CASES = {**FAMILIES, "prior and shaw": VARIANTS["prior and shaw"], "learned": VA
 
 
 def on_disk(model: PriorDecoderForCausalLM, *names: str) -> dict[str, str]:
-    """A device map: the named parts on disk, the others in memory."""
+    """Return a device map with the named parts on disk, and the others in memory."""
     parts = {"lm_head", *(f"model.{name}" for name, _ in model.model.named_children() if name != "layers")}
     parts |= {f"model.layers.{index}" for index in range(len(model.model.layers))}
     return {part: "disk" if part in names else "cpu" for part in parts}
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_parts_on_disk(case: str, tmp_path: Path) -> None:
+def test_parts_may_be_on_disk(case: str, tmp_path: Path) -> None:
     model, ids = tiny_decoder(torch.float32, **CASES[case], initializer_range=1.0), tokens(2, 6)
     model.save_pretrained(tmp_path)
     places = on_disk(model, "model.layers.1", "model.prior", "model.encoding")
@@ -38,17 +38,17 @@ def test_parts_on_disk(case: str, tmp_path: Path) -> None:
     options: dict[str, Any] = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
     original: Any = model
     assert torch.equal(loaded.generate(ids, **options), original.generate(ids, **options))
-    # Nothing has stayed behind.
+    # No weights stay in memory.
     assert away == [name for name, parameter in loaded.named_parameters() if parameter.device.type == "meta"]
-    # And it can be saved from where it is.
+    # The offloaded model can be saved.
     loaded.save_pretrained(tmp_path / "again")
     again = PriorDecoderForCausalLM.from_pretrained(tmp_path / "again").eval()
     for name, tensor in again.state_dict().items():
         assert torch.equal(tensor, model.state_dict()[name]), name
 
 
-def test_auto(tmp_path: Path) -> None:
-    """Whole layers, as much as there is room for; the rest on disk."""
+def test_device_map_auto_splits_whole_layers(tmp_path: Path) -> None:
+    """As many whole layers as fit are in memory, and the others on disk."""
     model, ids = tiny_decoder(torch.float32, **FAMILIES["BAM"]), tokens(2, 6)
     model.save_pretrained(tmp_path)
     whole = PriorDecoderForCausalLM.from_pretrained(tmp_path, device_map="auto").eval()
@@ -62,8 +62,8 @@ def test_auto(tmp_path: Path) -> None:
         torch.testing.assert_close(logits_of(loaded, ids), logits_of(model, ids), rtol=1e-4, atol=1e-4)
 
 
-def test_keys_follow_the_layers() -> None:
-    """accelerate moves what a layer is given to where the layer is, by its method ``to``."""
+def test_cached_keys_follow_their_layers() -> None:
+    """accelerate moves a layer's inputs to the layer's device by their method ``to``."""
     mask = torch.tensor([[0, 0, 1, 1], [1] * 4])
     keys = keys_of_call(2, 4, torch.device("cpu"), attention_mask=mask, position_ids=torch.arange(4)[None] * 2)
     assert keys.to("cpu") is keys

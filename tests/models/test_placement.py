@@ -1,4 +1,4 @@
-"""Parameters of priors that are on another device than the tokens."""
+"""Priors on a device other than the tokens' device."""
 
 import torch
 
@@ -6,8 +6,8 @@ from attention_priors import GeneralizedGaussian
 from attention_priors.models.pretrained import beside
 
 
-def test_shared_by_layers_on_several_devices() -> None:
-    """The parameters stay those that the optimiser has, and what is on the other device is computed from them."""
+def test_shared_priors_work_on_several_devices() -> None:
+    """The optimiser's parameters stay, and other devices compute with copies of them."""
     prior = GeneralizedGaussian(2) + GeneralizedGaussian(2, init="laplace")
     before = dict(prior.named_parameters())
     assert any(parameter.requires_grad for parameter in before.values())

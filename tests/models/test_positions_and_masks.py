@@ -1,4 +1,4 @@
-"""Positions, documents and masks that the user gives: honoured exactly, or refused by name."""
+"""Positions, documents and masks from the user are applied exactly, or refused with an error that names them."""
 
 from typing import Any
 
@@ -30,7 +30,7 @@ def step(model: PriorDecoderForCausalLM, ids: Tensor, cache: Any, **options: Any
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_positions_that_say_what_is_so_anyway(variant: str) -> None:
+def test_default_positions_may_be_explicit(variant: str) -> None:
     model, ids = tiny_decoder(**VARIANTS[variant]), tokens(2, LENGTH)
     expected = logits_of(model, ids)
     assert torch.equal(logits_of(model, ids, position_ids=torch.arange(LENGTH).expand(2, -1)), expected)
@@ -38,8 +38,8 @@ def test_positions_that_say_what_is_so_anyway(variant: str) -> None:
 
 
 @pytest.mark.parametrize("variant", [name for name, parts in VARIANTS.items() if "key_bias" not in str(parts)])
-def test_positions_with_gaps_are_those_of_a_longer_text(variant: str) -> None:
-    """Tokens left out of a text, with the positions they had: what a mask that hides the others gives."""
+def test_positions_with_gaps_match_a_longer_text(variant: str) -> None:
+    """Tokens with gaps in their positions give the logits of the longer text with the other tokens masked."""
     model, ids = tiny_decoder(**VARIANTS[variant]), tokens(2, LENGTH)
     there = torch.tensor([0, 1, 4, 5, 8])
     positions = there.expand(2, -1)
@@ -48,7 +48,7 @@ def test_positions_with_gaps_are_those_of_a_longer_text(variant: str) -> None:
     mask = (~hidden).expand(2, 1, LENGTH, -1) & torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril()
     expected = logits_of(model, ids, attention_mask=mask)[:, there]
     assert_close(logits_of(model, ids[:, there], position_ids=positions), expected)
-    # And so in decoding, where positions are those of all tokens.
+    # The equality holds in decoding too, where positions cover all tokens.
     for cache in (DynamicCache(config=model.config), StaticCache(config=model.config, max_cache_len=LENGTH)):
         parts = [
             step(model, ids[:, there[a:b]], cache, position_ids=positions[:, :b]) for a, b in ((0, 3), (3, 4), (4, 5))
@@ -57,7 +57,7 @@ def test_positions_with_gaps_are_those_of_a_longer_text(variant: str) -> None:
 
 
 @every_family
-def test_far_positions_shift_what_depends_on_them(family: str) -> None:
+def test_far_positions_affect_only_absolute_parts(family: str) -> None:
     model, ids = tiny_decoder(**FAMILIES[family]), tokens(1, LENGTH)
     shifted = logits_of(model, ids, position_ids=torch.arange(LENGTH)[None] + 20)
     absolute = "GOAT" in family
@@ -65,7 +65,7 @@ def test_far_positions_shift_what_depends_on_them(family: str) -> None:
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_where_positions_do_not_rise_a_document_begins(variant: str) -> None:
+def test_a_document_begins_where_positions_do_not_rise(variant: str) -> None:
     model = tiny_decoder(**VARIANTS[variant])
     documents = [tokens(1, length, seed) for seed, length in enumerate((3, 1, 5))]
     expected = torch.cat([logits_of(model, document) for document in documents], 1)
@@ -74,7 +74,7 @@ def test_where_positions_do_not_rise_a_document_begins(variant: str) -> None:
     assert_close(logits_of(model, packed, position_ids=positions), expected)
 
 
-def test_documents_that_do_not_start_at_zero() -> None:
+def test_documents_may_start_above_0() -> None:
     """The second document is the end of a text whose beginning is in another row."""
     model = tiny_decoder(**FAMILIES["GOAT"])
     first, second = tokens(1, 4, 1), tokens(1, 5, 2)
@@ -85,7 +85,7 @@ def test_documents_that_do_not_start_at_zero() -> None:
 
 
 @every_family
-def test_a_batch_that_transformers_packed(family: str) -> None:
+def test_batches_packed_by_transformers_match(family: str) -> None:
     model = tiny_decoder(**FAMILIES[family])
     rows = [tokens(1, length, seed)[0].tolist() for seed, length in enumerate((4, 2, 6))]
     batch: dict[str, Any] = DataCollatorWithFlattening()([{"input_ids": row} for row in rows])
@@ -100,20 +100,20 @@ def test_a_batch_that_transformers_packed(family: str) -> None:
 
 @every_family
 @pytest.mark.parametrize("padding_value", [0, 1])
-def test_positions_as_generate_makes_them(family: str, padding_value: int) -> None:
-    """Padding has whatever position: 0 in transformers now, 1 in its earlier versions."""
+def test_positions_made_by_generate_match(family: str, padding_value: int) -> None:
+    """Positions of padding are arbitrary: 0 in transformers now, 1 in earlier versions."""
     model, ids = tiny_decoder(**FAMILIES[family]), tokens(2, LENGTH)
     mask = torch.tensor([[0] * 4 + [1] * 5, [1] * 9])
     positions = (mask.cumsum(-1) - 1).masked_fill(mask == 0, padding_value)
     found = logits_of(model, ids, attention_mask=mask, position_ids=positions)
     assert torch.equal(found, logits_of(model, ids, attention_mask=mask))
     cache, parts = DynamicCache(config=model.config), []
-    for a, b in ((0, 6), (6, 7), (7, 9)):  # new tokens' positions alone, as a loop over tokens would pass them
+    for a, b in ((0, 6), (6, 7), (7, 9)):  # positions of new tokens only, as a loop over tokens would pass them
         parts.append(step(model, ids[:, a:b], cache, attention_mask=mask[:, :b], position_ids=positions[:, a:b]))
     assert_close(torch.cat(parts, 1)[mask.bool()], found[mask.bool()])
 
 
-def test_padding_in_a_packed_row() -> None:
+def test_packed_rows_may_have_padding() -> None:
     model = tiny_decoder(**FAMILIES["GOAT"])
     first, second = tokens(1, 4, 1), tokens(1, 3, 2)
     padding = torch.zeros(1, 2, dtype=torch.int64)
@@ -124,7 +124,7 @@ def test_padding_in_a_packed_row() -> None:
     assert_close(found[:, mask[0].bool()], torch.cat([logits_of(model, first), logits_of(model, second)], 1))
 
 
-def test_documents_and_positions_together() -> None:
+def test_documents_and_positions_combine() -> None:
     model, ids = tiny_decoder(**FAMILIES["GOAT"]), tokens(1, 7)
     documents, positions = torch.tensor([[0, 0, 0, 1, 1, 1, 1]]), torch.tensor([[2, 3, 4, 5, 6, 9, 10]])
     found = logits_of(model, ids, document_ids=documents, position_ids=positions)
@@ -149,12 +149,12 @@ def test_documents_and_positions_together() -> None:
         ),
     ],
 )
-def test_bad_positions(message: str, options: dict[str, Any]) -> None:
+def test_invalid_positions_are_refused(message: str, options: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=f"position_ids.*{message}"):
         tiny_decoder()(tokens(2, LENGTH), **options)
 
 
-def test_positions_of_new_tokens_alone_must_follow_from_the_cache() -> None:
+def test_positions_of_new_tokens_must_continue_the_cache() -> None:
     model, ids = tiny_decoder(**FAMILIES["BAM"]), tokens(1, 6)
     cache = DynamicCache(config=model.config)
     step(model, ids[:, :4], cache, position_ids=torch.arange(100, 104)[None])
@@ -167,7 +167,7 @@ def test_positions_of_new_tokens_alone_must_follow_from_the_cache() -> None:
 
 
 @pytest.mark.parametrize("family", [family for family in FAMILIES if family != "FoX"])
-def test_a_dense_mask_that_only_says_causal(family: str) -> None:
+def test_dense_causal_masks_change_nothing(family: str) -> None:
     model, ids = tiny_decoder(**FAMILIES[family]), tokens(2, LENGTH)
     causal = torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril()[None, None]
     expected = logits_of(model, ids)
@@ -178,8 +178,8 @@ def test_a_dense_mask_that_only_says_causal(family: str) -> None:
 
 
 @every_family
-def test_branches_over_a_shared_beginning(family: str) -> None:
-    """Three tokens, and two ways to go on: one row, one cache, the logits of two texts."""
+def test_branches_share_their_beginning(family: str) -> None:
+    """Three tokens with two continuations, in one row and one cache, give the logits of two texts."""
     model = tiny_decoder(**FAMILIES[family])
     start, one, other = tokens(1, 3, 0), tokens(1, 2, 1), tokens(1, 2, 2)
     if family == "FoX":
@@ -210,13 +210,13 @@ def test_branches_over_a_shared_beginning(family: str) -> None:
         ("shape", torch.ones(2, LENGTH, LENGTH)),
     ],
 )
-def test_bad_dense_masks(message: str, mask: Tensor) -> None:
+def test_invalid_dense_masks_are_refused(message: str, mask: Tensor) -> None:
     with pytest.raises(ValueError, match=rf"attention_mask.*{message}"):
         tiny_decoder()(tokens(2, LENGTH), attention_mask=mask)
 
 
-def test_a_mask_of_the_new_tokens_alone_is_refused() -> None:
-    """It says nothing of the tokens in the cache."""
+def test_a_mask_of_only_new_tokens_is_refused() -> None:
+    """Such a mask says nothing about the tokens in the cache."""
     model, ids = tiny_decoder(), tokens(2, LENGTH)
     cache = DynamicCache(config=model.config)
     step(model, ids[:, :5], cache)
@@ -244,7 +244,7 @@ BRANCHES[:, :, 6:, 3:6] = False
         {"position_ids": torch.tensor([[0, 1, 2, 3, 4, 5, 3, 4, 5]]), "attention_mask": BRANCHES},
     ],
 )
-def test_compiled_with_positions(options: dict[str, Any]) -> None:
+def test_compiled_model_accepts_positions(options: dict[str, Any]) -> None:
     model, ids = tiny_decoder(**FAMILIES["GOAT"], num_hidden_layers=1), tokens(1, LENGTH)
     torch._dynamo.reset()
 
@@ -258,8 +258,8 @@ def test_compiled_with_positions(options: dict[str, Any]) -> None:
     assert_close(found[:, real], logits()[:, real])
 
 
-def test_compiled_with_gaps() -> None:
-    """A compiled attend() makes its tables before it has seen the positions."""
+def test_compiled_model_accepts_gaps() -> None:
+    """A compiled attend() builds its tables before it reads the positions."""
     model, ids = tiny_decoder(**FAMILIES["BAM"], num_hidden_layers=1), tokens(1, LENGTH)
     torch._dynamo.reset()
     compiled: Any = torch.compile(model, backend="eager")
@@ -268,8 +268,10 @@ def test_compiled_with_gaps() -> None:
 
 
 @torch.no_grad()
-def test_compiled_decoding_with_positions() -> None:
-    """A static cache, all positions so far: with gaps as without a cache; wrong ones of new tokens alone stop it."""
+def test_compiled_decoding_accepts_positions() -> None:
+    """With a static cache and all positions so far, gaps give the results without a cache. Wrong positions of new
+    tokens raise an error.
+    """
     model, ids = tiny_decoder(**FAMILIES["GOAT"], num_hidden_layers=1), tokens(1, 6)
     positions = torch.tensor([[0, 1, 4, 5, 8, 9]])
     expected = logits_of(model, ids, position_ids=positions)

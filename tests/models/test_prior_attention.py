@@ -1,4 +1,4 @@
-"""``PriorAttention`` is ``nn.MultiheadAttention``, and with a prior it is the dense formula."""
+"""``PriorAttention`` equals ``nn.MultiheadAttention``, and with a prior the dense formula."""
 
 from typing import Any
 
@@ -21,12 +21,12 @@ def catalogue_prior(name: str, heads: int = HEADS) -> Prior:
         for parameter in prior.parameters():
             parameter.add_(torch.randn(parameter.shape) * 0.3)
         if isinstance(prior, KeySink):
-            prior.slope.zero_()  # so that it has a meaning without a causal mask
+            prior.slope.zero_()  # it has a meaning without a causal mask
     return prior
 
 
 def pair(prior: Prior | None = None, **options: Any) -> tuple[nn.MultiheadAttention, PriorAttention]:
-    """Both classes with the same weights, biases included."""
+    """Return both classes with equal weights, biases included."""
     theirs = nn.MultiheadAttention(EMBED, HEADS, dtype=torch.float64, **options)
     with torch.no_grad():
         for parameter in theirs.parameters():
@@ -60,7 +60,7 @@ def masks() -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(7)
     flat = torch.rand(QUERIES, KEYS, generator=generator) < 0.4
     deep = torch.rand(BATCH * HEADS, QUERIES, KEYS, generator=generator) < 0.4
-    flat[:, 0] = deep[:, :, 0] = False  # every query sees a key: nn.MultiheadAttention gives nan otherwise
+    flat[:, 0] = deep[:, :, 0] = False  # every query sees a key: otherwise, nn.MultiheadAttention returns nan
     added = torch.randn(QUERIES, KEYS, generator=generator, dtype=torch.float64)
     deeply = torch.randn(BATCH * HEADS, QUERIES, KEYS, generator=generator, dtype=torch.float64)
     return {
@@ -91,7 +91,7 @@ def _seed() -> None:
 @pytest.mark.parametrize("batch_first", [True, False])
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("widths", [{}, {"kdim": 5, "vdim": 8}, {"vdim": 3}])
-def test_same_as_multihead_attention(
+def test_outputs_match_multihead_attention(
     uniform: bool, need_weights: bool, average: bool, batch_first: bool, bias: bool, widths: dict[str, int]
 ) -> None:
     prior = Uniform(HEADS) if uniform else None
@@ -105,14 +105,14 @@ def test_same_as_multihead_attention(
 @pytest.mark.parametrize("mask", [None, *masks()])
 @pytest.mark.parametrize("padding", [None, *paddings()])
 @pytest.mark.filterwarnings("ignore:Support for mismatched")
-def test_masks(mask: str | None, padding: str | None, need_weights: bool) -> None:
+def test_masks_match_multihead_attention(mask: str | None, padding: str | None, need_weights: bool) -> None:
     theirs, ours = pair()
     x = inputs()
     attn_mask = None if mask is None else masks()[mask]
     key_padding_mask = None if padding is None else paddings()[padding]
     found = ours(*x, key_padding_mask=key_padding_mask, need_weights=need_weights, attn_mask=attn_mask)
     if attn_mask is not None and key_padding_mask is not None and attn_mask.dtype != key_padding_mask.dtype:
-        # Theirs adds up masks of one kind only: it gets the same ones, all of them to be added.
+        # nn.MultiheadAttention combines masks of one kind only, so it gets float masks.
         attn_mask, key_padding_mask = (
             torch.zeros(m.shape, dtype=torch.float64).masked_fill(m, float("-inf")) if m.dtype == torch.bool else m
             for m in (attn_mask, key_padding_mask)
@@ -123,7 +123,7 @@ def test_masks(mask: str | None, padding: str | None, need_weights: bool) -> Non
 
 @pytest.mark.parametrize("need_weights", [True, False])
 @pytest.mark.parametrize("padding", [None, "boolean", "float"])
-def test_a_single_sequence(padding: str | None, need_weights: bool) -> None:
+def test_unbatched_sequences_match(padding: str | None, need_weights: bool) -> None:
     theirs, ours = pair()
     query, key, value = (x[:, 0] for x in inputs())
     mask = None if padding is None else paddings()[padding][0]
@@ -133,7 +133,7 @@ def test_a_single_sequence(padding: str | None, need_weights: bool) -> None:
     assert_same(found, theirs(query, key, value, **flags))
 
 
-def test_single_sequence_with_a_mask_per_head() -> None:
+def test_unbatched_sequences_may_have_a_mask_per_head() -> None:
     theirs, ours = pair()
     query, key, value = (x[:, 0] for x in inputs())
     mask = masks()["boolean, per head"][:HEADS]
@@ -141,7 +141,7 @@ def test_single_sequence_with_a_mask_per_head() -> None:
 
 
 @pytest.mark.parametrize("need_weights", [True, False])
-def test_gradients(need_weights: bool) -> None:
+def test_gradients_match_multihead_attention(need_weights: bool) -> None:
     theirs, ours = pair()
     x = inputs()
     cotangent = torch.randn(QUERIES, BATCH, EMBED, dtype=torch.float64)
@@ -155,8 +155,8 @@ def test_gradients(need_weights: bool) -> None:
 
 
 @pytest.mark.parametrize("training", [False, True])
-def test_inside_of_pytorchs_encoder_layer(training: bool) -> None:
-    """Its fast path for evaluation would read the weights and leave the prior out."""
+def test_pytorchs_encoder_layer_applies_the_prior(training: bool) -> None:
+    """The encoder layer's fast path for evaluation would read the weights and ignore the prior."""
     torch.manual_seed(0)
     layer = torch.nn.TransformerEncoderLayer(32, 4, 48, dropout=0.0, batch_first=True)
     plain = layer.self_attn
@@ -180,7 +180,7 @@ def test_state_dicts_are_exchangeable() -> None:
         assert {n: p.shape for n, p in ours.named_parameters()} == {n: p.shape for n, p in theirs.named_parameters()}
 
 
-def test_initialisation_is_theirs() -> None:
+def test_initialisation_matches_multihead_attention() -> None:
     torch.manual_seed(3)
     theirs = nn.MultiheadAttention(EMBED, HEADS)
     ours = PriorAttention(EMBED, HEADS)
@@ -193,7 +193,7 @@ def test_initialisation_is_theirs() -> None:
 
 
 @pytest.mark.parametrize("need_weights", [True, False])
-def test_dropout_in_training(need_weights: bool) -> None:
+def test_dropout_applies_in_training_only(need_weights: bool) -> None:
     ours = PriorAttention(EMBED, HEADS, dropout=0.5, batch_first=True, prior=Laplace(HEADS))
     x = torch.randn(BATCH, QUERIES, EMBED)
     torch.manual_seed(0)
@@ -204,7 +204,7 @@ def test_dropout_in_training(need_weights: bool) -> None:
     assert first.shape == (BATCH, QUERIES, EMBED)
     assert torch.equal(first, again)
     assert not torch.equal(first, other)
-    if need_weights:  # those before dropout
+    if need_weights:  # weights before dropout
         torch.testing.assert_close(weights.sum(-1), torch.ones(BATCH, QUERIES))
     ours.eval()
     assert torch.equal(ours(x, x, x, need_weights=need_weights)[0], ours(x, x, x, need_weights=need_weights)[0])
@@ -216,7 +216,7 @@ def test_dropout_in_training(need_weights: bool) -> None:
 def expected_weights(
     module: PriorAttention, query: Tensor, key: Tensor, causal: bool, padding: Tensor | None = None
 ) -> Tensor:
-    """``(B, H, Lq, Lk)`` from the projections and the prior's log-prior."""
+    """Compute the weights ``(B, H, Lq, Lk)`` from the projections and the log-prior."""
     kv_width = module.head_dim * module.num_kv_heads
     q = query @ module.in_proj_weight[:EMBED].T
     k = key @ module.in_proj_weight[EMBED : EMBED + kv_width].T
@@ -243,7 +243,7 @@ def expected_weights(
 
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("name", [name for name, prior in CATALOGUE.items() if not prior.over_grid])
-def test_weights_with_a_prior(name: str, causal: bool) -> None:
+def test_weights_match_the_dense_formula(name: str, causal: bool) -> None:
     _, ours = pair(catalogue_prior(name), batch_first=True)
     query, key, value = inputs(batch_first=True)
     wanted = expected_weights(ours, query, key, causal)
@@ -261,7 +261,7 @@ def test_weights_with_a_prior(name: str, causal: bool) -> None:
 
 @pytest.mark.parametrize("kv_heads", [1, 2, 4])
 @pytest.mark.parametrize("bias", [True, False])
-def test_grouped_queries(kv_heads: int, bias: bool) -> None:
+def test_grouped_queries_match_the_dense_formula(kv_heads: int, bias: bool) -> None:
     module = PriorAttention(
         EMBED,
         4,
@@ -287,8 +287,8 @@ def test_grouped_queries(kv_heads: int, bias: bool) -> None:
 
 
 @pytest.mark.parametrize("need_weights", [True, False])
-def test_causal_means_positions_up_to_its_own(need_weights: bool) -> None:
-    """Fewer queries than keys end at the last key, unlike a triangle from the upper left corner."""
+def test_causal_queries_see_positions_up_to_their_own(need_weights: bool) -> None:
+    """Fewer queries than keys end at the last key, unlike a triangle that starts in the upper left corner."""
     _, ours = pair(batch_first=True)
     query, key, value = inputs(batch_first=True)
     whole, _ = ours(query[:, -1:], key, value)
@@ -302,7 +302,7 @@ def test_causal_means_positions_up_to_its_own(need_weights: bool) -> None:
 
 
 @pytest.mark.parametrize("need_weights", [True, False])
-def test_positions_and_documents(need_weights: bool) -> None:
+def test_positions_and_documents_match_the_dense_formula(need_weights: bool) -> None:
     _, ours = pair(Laplace(HEADS), batch_first=True)
     x = torch.randn(BATCH, 6, EMBED, dtype=torch.float64)
     flags = {"is_causal": True, "need_weights": need_weights}
@@ -327,11 +327,11 @@ def test_positions_and_documents(need_weights: bool) -> None:
     per_text=st.booleans(),
     seed=st.integers(0, 999),
 )
-def test_cross_attention(
+def test_cross_attention_matches_the_dense_formula(
     name: str, need_weights: bool, lengths: tuple[int, int], unit: int, start: int, has_gaps: bool, per_text: bool,
     seed: int,
 ) -> None:  # fmt: skip
-    """Two texts, each with its own length, width and positions: the dense formula in float64, with all gradients."""
+    """Two texts with different lengths, widths and positions: the dense formula in float64, with all gradients."""
     torch.manual_seed(seed)
     prior = catalogue_prior(name)
     ours = PriorAttention(EMBED, HEADS, kdim=7, vdim=5, batch_first=True, dtype=torch.float64, prior=prior)
@@ -352,7 +352,7 @@ def test_cross_attention(
         for x, weight, bias in zip((written, read, said), projections, ours.in_proj_bias.chunk(3), strict=True)
     )
     log_prior = prior.log_prior(here, there, torch.float64)
-    hidden = log_prior == -torch.inf  # by a window: all keys, from some queries, which then have nothing
+    hidden = log_prior == -torch.inf  # the window hides all keys from some queries
     logits = q @ k.mT / (EMBED // HEADS) ** 0.5 + log_prior.masked_fill(hidden, -1e9)
     weights = logits.softmax(-1).masked_fill(hidden, 0)
     expected = ours.out_proj((weights @ v).transpose(1, 2).flatten(-2))
@@ -366,7 +366,7 @@ def test_cross_attention(
         for x in (out, expected)
     )
     for leaf, mine, dense in zip(leaves, found, wanted, strict=True):
-        # A prior's parameters, and so their gradients, are float32.
+        # Parameters of priors are float32, and so are their gradients.
         tolerance = 3e-6 * max(1.0, float(dense.abs().max())) if leaf.startswith("prior.") else 1e-8
         torch.testing.assert_close(mine, dense, rtol=1e-7, atol=tolerance, msg=leaf)
 
@@ -374,7 +374,7 @@ def test_cross_attention(
 @pytest.mark.parametrize("need_weights", [True, False])
 @pytest.mark.parametrize("lengths", [(3, 8), (8, 3)])
 def test_without_positions_queries_end_at_the_last_key(lengths: tuple[int, int], need_weights: bool) -> None:
-    """As in decoding, which means nothing from one text to another: the docs tell people to give them there."""
+    """The default suits decoding, but not attention between texts. The documentation says to pass positions there."""
     ours = PriorAttention(
         EMBED, HEADS, batch_first=True, dtype=torch.float64, prior=catalogue_prior("generalized_gaussian")
     )
@@ -391,8 +391,8 @@ def test_without_positions_queries_end_at_the_last_key(lengths: tuple[int, int],
 
 
 @pytest.mark.parametrize("need_weights", [True, False])
-def test_a_query_that_sees_nothing(need_weights: bool) -> None:
-    """``nn.MultiheadAttention`` gives nan there; zeros pass through the output projection."""
+def test_queries_without_visible_keys_give_the_output_of_zeros(need_weights: bool) -> None:
+    """``nn.MultiheadAttention`` returns nan for them. Here, zeros enter the output projection."""
     _, ours = pair(batch_first=True)
     query, key, value = inputs(batch_first=True)
     padding = torch.tensor([[True] * KEYS, [False] * KEYS])
@@ -403,7 +403,7 @@ def test_a_query_that_sees_nothing(need_weights: bool) -> None:
 
 
 @pytest.mark.parametrize("need_weights", [True, False])
-def test_priors_learn(need_weights: bool) -> None:
+def test_priors_get_gradients(need_weights: bool) -> None:
     module = PriorAttention(EMBED, HEADS, batch_first=True, prior=Laplace(HEADS, learn=True), logit_scale=SSMax(HEADS))
     x = torch.randn(BATCH, QUERIES, EMBED)
     module(x, x, x, need_weights=need_weights, is_causal=True)[0].square().sum().backward()
@@ -412,7 +412,7 @@ def test_priors_learn(need_weights: bool) -> None:
         assert (parameter.grad != 0).any(), name
 
 
-def test_priors_stay_float32() -> None:
+def test_priors_stay_float32_in_half_precision_layers() -> None:
     module = PriorAttention(EMBED, HEADS, prior=Laplace(HEADS), logit_scale=SSMax(HEADS)).to(torch.bfloat16)
     dtypes = {name: parameter.dtype for name, parameter in module.named_parameters()}
     assert dtypes["prior.log_slope"] == dtypes["logit_scale.s"] == torch.float32
@@ -436,7 +436,7 @@ def test_priors_stay_float32() -> None:
         ("logit_scale", {"logit_scale": SSMax(1)}),
     ],
 )
-def test_bad_constructor_arguments(name: str, bad: dict[str, Any]) -> None:
+def test_invalid_constructor_arguments_are_refused(name: str, bad: dict[str, Any]) -> None:
     good: dict[str, Any] = {"embed_dim": EMBED, "num_heads": HEADS}
     with pytest.raises(ValueError, match=name):
         PriorAttention(**good | bad)
@@ -462,7 +462,7 @@ def test_bad_constructor_arguments(name: str, bad: dict[str, Any]) -> None:
         ("document_ids", {"document_ids": torch.zeros(BATCH, KEYS + 1, dtype=torch.int64)}),
     ],
 )
-def test_bad_inputs(name: str, bad: dict[str, Any], need_weights: bool) -> None:
+def test_invalid_inputs_are_refused(name: str, bad: dict[str, Any], need_weights: bool) -> None:
     module = PriorAttention(EMBED, HEADS, batch_first=True, prior=Window(HEADS, 3))
     good = {
         "query": torch.zeros(BATCH, QUERIES, EMBED),

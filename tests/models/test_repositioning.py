@@ -1,4 +1,4 @@
-"""A trained decoder with other positions: what is kept, what is new, and what it computes."""
+"""New positions for a trained decoder: kept weights, new weights, and results."""
 
 from typing import Any
 
@@ -15,7 +15,7 @@ YARN = {"name": "rotary", "scaling": "yarn", "factor": 4.0, "original_length": 1
 
 
 def _trained(**positions: Any) -> PriorDecoderForCausalLM:
-    """A decoder whose every weight is away from where it starts."""
+    """Return a decoder all of whose weights differ from their initial values."""
     torch.manual_seed(0)
     model = PriorDecoderForCausalLM(tiny_config(**positions))
     with torch.no_grad():
@@ -31,7 +31,7 @@ def _logits(model: PriorDecoderForCausalLM) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("variant", list(VARIANTS))
-def test_without_a_change_it_is_the_same_model(variant):
+def test_no_change_gives_an_equal_model(variant):
     model = _trained(**VARIANTS[variant])
     made = with_positions(model, {})
     assert made is not model
@@ -50,7 +50,7 @@ def test_without_a_change_it_is_the_same_model(variant):
         {"logit_scale": "residual_ssmax"},
     ],
 )
-def test_a_uniform_start_is_exactly_the_model_without_rotary_positions(changes):
+def test_a_uniform_prior_equals_the_model_without_rotary_positions(changes):
     model = _trained(encoding="rotary")
     dropped = with_positions(model, {"encoding": None})
     attached = with_positions(model, {"encoding": None, **changes})
@@ -60,7 +60,7 @@ def test_a_uniform_start_is_exactly_the_model_without_rotary_positions(changes):
     rounding = 64 * torch.finfo(torch.float32).eps * float(expected.abs().max())
     assert torch.allclose(_logits(attached), expected, rtol=0, atol=rounding)
     assert not torch.allclose(_logits(dropped), _logits(model), rtol=0, atol=1e-2)
-    # It does learn.
+    # The prior learns.
     with torch.no_grad():
         for name, parameter in attached.named_parameters():
             if name in new:
@@ -68,7 +68,7 @@ def test_a_uniform_start_is_exactly_the_model_without_rotary_positions(changes):
     assert not torch.allclose(_logits(attached), _logits(dropped), rtol=0, atol=1e-3)
 
 
-def test_dropped_positions_leave_a_model_that_was_made_without_them():
+def test_dropped_positions_equal_a_model_built_without_them():
     model = _trained(encoding="rotary")
     bare = PriorDecoderForCausalLM(tiny_config()).eval()
     bare.load_state_dict(model.state_dict())
@@ -76,7 +76,7 @@ def test_dropped_positions_leave_a_model_that_was_made_without_them():
 
 
 @pytest.mark.parametrize("encoding", [YARN, {"name": "rotary", "scaling": "linear", "factor": 4.0}])
-def test_scaled_positions_are_those_of_a_model_with_that_config(encoding):
+def test_scaled_positions_equal_a_model_with_that_config(encoding):
     model = _trained(encoding="rotary")
     scaled = PriorDecoderForCausalLM(tiny_config(encoding=encoding)).eval()
     scaled.load_state_dict(model.state_dict())
@@ -86,7 +86,7 @@ def test_scaled_positions_are_those_of_a_model_with_that_config(encoding):
     assert not torch.allclose(_logits(made), _logits(model), rtol=0, atol=1e-2)
 
 
-def test_what_changes_is_new_and_seeded_and_what_does_not_is_kept():
+def test_changed_parts_are_new_and_seeded_and_others_are_kept():
     model = _trained(prior={"name": "generalized_gaussian", "init": "laplace"}, logit_scale="ssmax", encoding="rotary")
     changes = {"prior": {"name": "generalized_gaussian", "init": "sampled"}, "encoding": None}
     made = []
@@ -104,7 +104,7 @@ def test_what_changes_is_new_and_seeded_and_what_does_not_is_kept():
             assert torch.equal(weight, old[name])
 
 
-def test_a_part_that_is_written_differently_is_the_same():
+def test_equivalent_configs_change_nothing():
     model = _trained(prior={"name": "laplace", "learn": True}, logit_scale="ssmax", encoding="rotary")
     heads = model.config.num_attention_heads
     made = with_positions(
@@ -118,17 +118,17 @@ def test_a_part_that_is_written_differently_is_the_same():
     assert torch.equal(_logits(made), _logits(model))
 
 
-def test_a_shared_prior_becomes_one_for_each_layer():
+def test_a_shared_prior_becomes_one_per_layer():
     model = _trained(prior="relative_buckets", share_prior=True)
     made = with_positions(model, {"share_prior": False})
     assert made.model.prior is None
     own = [name for name in made.state_dict() if ".prior." in name]
     assert [name.split(".self_attn.")[0] for name in own] == ["model.layers.0", "model.layers.1"]
-    # Without a prior, it is no change.
+    # Without a prior, nothing changes.
     assert torch.equal(_logits(with_positions(_trained(), {"share_prior": True})), _logits(_trained()))
 
 
-def test_learned_tables_go_and_come():
+def test_learned_tables_can_be_removed_and_added():
     model = _trained(encoding={"name": "learned", "max_length": 64})
     dropped = with_positions(model, {"encoding": None})
     assert not any("encoding" in name for name in dropped.state_dict())
@@ -137,7 +137,7 @@ def test_learned_tables_go_and_come():
     assert torch.equal(longer.model.embed_tokens.weight, model.model.embed_tokens.weight)
 
 
-def test_dtype_mode_and_what_is_fixed():
+def test_dtype_mode_and_frozen_parameters_are_kept():
     model = _trained(encoding="rotary").to(dtype=torch.bfloat16)  # pyright: ignore[reportCallIssue]
     model.model.embed_tokens.weight.requires_grad_(False)
     made = with_positions(model, {"prior": GGD | {"learn": ["beta"]}})
@@ -151,13 +151,13 @@ def test_dtype_mode_and_what_is_fixed():
     assert {p.dtype for p in prior.parameters()} == {torch.float32}
 
 
-def test_it_is_saved_and_loaded_as_any_model(tmp_path):
+def test_repositioned_models_can_be_saved(tmp_path):
     made = with_positions(_trained(encoding="rotary"), {"encoding": None, "prior": GGD})
     made.save_pretrained(tmp_path)
     assert torch.equal(_logits(PriorDecoderForCausalLM.from_pretrained(tmp_path).eval()), _logits(made))
 
 
-def test_what_does_not_fit_is_named():
+def test_incompatible_changes_are_refused():
     model = _trained(encoding="rotary")
     with pytest.raises(ValueError, match=r"changes must set only prior, .*; got 'hidden_size'"):
         with_positions(model, {"hidden_size": 64})

@@ -1,4 +1,4 @@
-"""A decoder whose tokens are spread over two processes is the one on one process: logits, loss, every gradient."""
+"""A decoder whose tokens two processes share has the logits, loss and gradients of one process."""
 
 from __future__ import annotations
 
@@ -14,17 +14,15 @@ from processes import run_ranks
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """What each process found."""
+    """Return the results of each process."""
     folder = tmp_path_factory.mktemp("sharded")
     run_ranks(partial(compare_sharded, folder), folder, processes=2)
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
 
 
 @pytest.mark.parametrize(("variant", "setting"), CASES)
-def test_logits_loss_and_gradients_are_those_of_the_whole(
-    found: list[dict[str, Any]], variant: str, setting: str
-) -> None:
-    """Each process alone, with DDP and with FSDP2 over the same processes. Losses and priors are in float32."""
+def test_logits_loss_and_gradients_match_one_process(found: list[dict[str, Any]], variant: str, setting: str) -> None:
+    """Runs without a wrapper, with DDP and with FSDP2 over the same processes. Losses and priors are in float32."""
     wrappings = ("alone", "ddp") if setting == "checkpointed" else ("alone", "ddp", "fsdp2")
     for process in found:
         errors = process[f"{variant} / {setting}"]
@@ -35,7 +33,7 @@ def test_logits_loss_and_gradients_are_those_of_the_whole(
             assert errors[f"{how}: gradients"] < 1e-5
 
 
-def test_what_a_sharded_sequence_has_no_place_for(found: list[dict[str, Any]]) -> None:
+def test_unsupported_arguments_are_refused(found: list[dict[str, Any]]) -> None:
     for process in found:
         said = process["refusals"]
         assert "Shaw's vectors" in said["shaw"]

@@ -1,4 +1,4 @@
-"""The Python of docs/grids.md runs as it stands there, from top to bottom."""
+"""The Python examples of docs/grids.md run in order."""
 
 import pytest
 import torch
@@ -6,7 +6,7 @@ import torch
 from written_pages import python_of, run_page
 
 
-def test_blocks_run(capsys: pytest.CaptureFixture[str]) -> None:
+def test_examples_run(capsys: pytest.CaptureFixture[str]) -> None:
     assert len(python_of("docs/grids.md")) == 4
     torch.manual_seed(0)
     with torch.no_grad():
@@ -14,7 +14,7 @@ def test_blocks_run(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == "torch.Size([6, 3073])\n"
     assert names["out"].shape == (2, 20, 512)
     assert 5 < names["loss"] < 7  # ln 401 is 6
-    # What is said of cross-attention without positions.
+    # The page's statement on cross-attention without positions.
     layer, letters, frames = names["layer"], names["letters"], names["frames"]
     last = names["places"] | {"query_positions": torch.arange(140, 160)}
     with torch.no_grad():

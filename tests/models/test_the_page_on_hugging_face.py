@@ -1,4 +1,4 @@
-"""The Python of docs/hugging-face.md runs as it stands there, from top to bottom."""
+"""The Python examples of docs/hugging-face.md run in order."""
 
 import shutil
 from pathlib import Path
@@ -8,7 +8,7 @@ import pytest
 from written_pages import ROOT, python_of, run_page
 
 
-def test_blocks_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_examples_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("lm_eval")
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     shutil.copy(ROOT / "README.md", tmp_path)

@@ -1,4 +1,4 @@
-"""transformers' Trainer and collators as they come, and text generation as a pipeline."""
+"""transformers' own Trainer, collators and text generation pipeline work unchanged."""
 
 from pathlib import Path
 from typing import Any
@@ -49,7 +49,9 @@ def arguments(folder: Path, **changes: Any) -> TrainingArguments:
 
 @pytest.mark.parametrize("collator", ["padded", "flattened"])
 @pytest.mark.parametrize("family", ["BAM", "GOAT", "ALiBi and SSMax"])
-def test_trainer(family: str, collator: str, tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
+def test_trainer_trains_the_decoder(
+    family: str, collator: str, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+) -> None:
     model: Any = PriorDecoderForCausalLM(tiny_config(**FAMILIES[family], vocab_size=270, initializer_range=0.1))
     before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     collate: Any = {
@@ -74,8 +76,8 @@ def test_trainer(family: str, collator: str, tokenizer: PreTrainedTokenizerFast,
         assert torch.equal(parameter, model.get_parameter(name)), name
 
 
-def test_accumulated_gradients_are_those_of_the_whole_batch(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
-    """The Trainer counts the batch's tokens and hands the number to the loss: rows of different lengths."""
+def test_accumulated_gradients_match_the_whole_batch(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
+    """The Trainer counts the tokens of a batch with rows of different lengths, and passes the number to the loss."""
     losses, ends = [], []
     for size, steps in ((4, 1), (2, 2)):
         torch.manual_seed(0)
@@ -98,13 +100,13 @@ def test_accumulated_gradients_are_those_of_the_whole_batch(tokenizer: PreTraine
     torch.testing.assert_close(ends[0], ends[1], rtol=1e-3, atol=1e-4)
 
 
-def test_text_generation_pipeline(
+def test_pipeline_generates_as_the_model_does(
     tokenizer: PreTrainedTokenizerFast, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """From a folder, in batches of texts of different lengths: what each gives alone."""
+    """A saved model generates batches of texts of different lengths. Each text gives the tokens it gives alone."""
     tiny_decoder(torch.float32, **FAMILIES["GOAT"], vocab_size=270).save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
-    # The pipeline pads on the left whatever side the tokenizer was saved with.
+    # The pipeline pads on the left, whatever padding side the saved tokenizer has.
     generator: Any = pipeline("text-generation", model=str(tmp_path), device="cpu")
     options = {"max_new_tokens": 5, "do_sample": False, "return_full_text": False}
     texts = ["to be", "whether it is nobler", "that"]

@@ -1,4 +1,4 @@
-"""Priors of a user's own class in models of this package: built without memory, saved, loaded."""
+"""Priors of a user's own class in models: built on the meta device, saved, loaded."""
 
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from attention_priors.priors import CATALOGUE, Laplace, Prior, Structure, Unifor
 
 
 class Tent(Prior):
-    """``-slope · |d|``, with a slope that only ``__init__`` sets."""
+    """Prior ``-slope · |d|``, whose slope only ``__init__`` sets."""
 
     name = "tent"
     structure = Structure.STATIONARY
@@ -28,7 +28,7 @@ class Tent(Prior):
 
 
 class ResetTent(Tent):
-    """A tent that ``reset_parameters`` fills."""
+    """Prior in the shape of a tent, filled by ``reset_parameters``."""
 
     name = "reset_tent"
 
@@ -37,7 +37,7 @@ class ResetTent(Tent):
 
 
 class SteepLaplace(Laplace):
-    """A prior that resets the parameters of its parent class, and not its own."""
+    """Prior that resets the parameters of its parent class, but not its own."""
 
     name = "steep_laplace"
 
@@ -47,7 +47,7 @@ class SteepLaplace(Laplace):
 
 
 class BufferedTent(ResetTent):
-    """A buffer that no state dict holds."""
+    """Prior with a non-persistent buffer."""
 
     name = "buffered_tent"
 
@@ -57,7 +57,7 @@ class BufferedTent(ResetTent):
 
 
 class Flat(Uniform):
-    """Nothing to reset."""
+    """Reset nothing."""
 
     name = "flat"
 
@@ -69,7 +69,7 @@ def catalogued(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Layered(Tent):
-    """With a module of PyTorch's within."""
+    """Prior that contains a module of PyTorch."""
 
     name = "layered"
 
@@ -78,7 +78,7 @@ class Layered(Tent):
         self.layer = torch.nn.Linear(num_heads, 1)
 
 
-def test_priors_are_made_in_float32_whatever_the_model_is_made_in() -> None:
+def test_priors_are_built_in_float32_in_models_of_any_dtype() -> None:
     config = tiny_config(prior="reset_tent")
     model = PriorDecoderForCausalLM._from_config(config, dtype=torch.bfloat16)
     assert model.lm_head.weight.dtype == torch.bfloat16
@@ -92,7 +92,7 @@ def test_priors_are_made_in_float32_whatever_the_model_is_made_in() -> None:
 
 
 def save_without_prior(folder: Path) -> None:
-    """A folder whose config names a prior that its weights do not have."""
+    """Return a folder whose config names a prior that its weights lack."""
     tiny_decoder(torch.float32).save_pretrained(folder)
 
 
@@ -112,7 +112,7 @@ def test_a_prior_that_does_not_reset_all_parameters_is_refused(name: str, left_o
 
 
 @pytest.mark.parametrize("name", ["reset_tent", "flat"])
-def test_a_prior_that_resets_its_parameters_is_newly_added(name: str, tmp_path: Path) -> None:
+def test_a_missing_prior_is_initialised(name: str, tmp_path: Path) -> None:
     save_without_prior(tmp_path)
     model: Any = PriorDecoderForCausalLM.from_pretrained(tmp_path, config=tiny_config(prior=name)).eval()
     if name == "reset_tent":
@@ -123,7 +123,7 @@ def test_a_prior_that_resets_its_parameters_is_newly_added(name: str, tmp_path: 
 
 
 class Lopsided(Laplace):
-    """A prior that has the name of its parent class."""
+    """Prior with the name of its parent class."""
 
 
 def replace_prior(prior: Prior) -> PriorDecoderForCausalLM:
@@ -157,7 +157,7 @@ def test_a_prior_outside_the_catalogue_is_not_saved(
 
 
 class Doubled(ResetTent):
-    """A prior with another prior inside, which no config describes."""
+    """Prior that contains another prior, which no config describes."""
 
     name = "doubled"
 
@@ -166,7 +166,7 @@ class Doubled(ResetTent):
         self.inner = Lopsided(num_heads)
 
 
-def test_a_prior_inside_a_catalogued_one_needs_no_entry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_prior_inside_a_registered_one_needs_no_registration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(CATALOGUE.registered, "doubled", Doubled)
     replace_prior(Doubled(4)).save_pretrained(tmp_path / "model")
     assert (tmp_path / "model" / "config.json").is_file()

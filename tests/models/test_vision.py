@@ -1,4 +1,4 @@
-"""The vision transformer: what it computes, images of all sizes, saving and loading, training, mistakes."""
+"""The vision transformer: results, images of all sizes, saving and loading, training, errors."""
 
 from pathlib import Path
 from typing import Any
@@ -44,8 +44,8 @@ def images(*shape: int, seed: int = 0) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("name", every_other_deep(KINDS, ["table and prior"]))
-def test_compiled(name: str) -> None:
-    """One graph; where tables are interpolated to each image's size, as many as it takes."""
+def test_compiled_model_matches(name: str) -> None:
+    """There is one graph. If tables are interpolated to each image's size, there are as many graphs as sizes."""
     layers = 2 if KINDS[name].get("share_prior") else 1
     model, pixels = made(**KINDS[name], num_hidden_layers=layers), images(2, 2, 12, 20)
     sizes = torch.tensor([[12, 20], [8, 12]])
@@ -60,7 +60,7 @@ def test_compiled(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_attention_is_that_of_the_grid(name: str) -> None:
+def test_attention_matches_the_grid(name: str) -> None:
     model, pixels = made(**KINDS[name]), images(2, 2, 12, 20)
     outside = 0 if KINDS[name].get("pooling") == "mean" else 1
     positions = grid_positions(3, 5, outside=outside)
@@ -80,7 +80,7 @@ def test_attention_is_that_of_the_grid(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_saved_and_loaded_it_is_the_same(name: str, tmp_path: Path) -> None:
+def test_saved_models_load_with_equal_logits(name: str, tmp_path: Path) -> None:
     model, pixels = made(**KINDS[name]), images(2, 2, 16, 16)
     model.save_pretrained(tmp_path)
     again = AutoModelForImageClassification.from_pretrained(tmp_path)
@@ -93,12 +93,14 @@ def test_saved_and_loaded_it_is_the_same(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_images_of_different_sizes_are_as_alone(name: str) -> None:
-    """Those of a size together and apart from each other; one has the size of training, where a table is as it is."""
+def test_images_of_different_sizes_match_separate_passes(name: str) -> None:
+    """Images of one size are neighbours in the batch, or not. One image has the training size, at which a table is
+    unchanged.
+    """
     model = made(**KINDS[name])
     sizes = [(16, 24), (12, 8), (16, 16), (12, 8), (8, 24)]
     alone = [images(1, 2, *size, seed=seed) for seed, size in enumerate(sizes)]
-    together = images(5, 2, 16, 24, seed=9)  # what is padding may hold anything
+    together = images(5, 2, 16, 24, seed=9)  # padding may hold any numbers
     for place, image in zip(together, alone, strict=True):
         place[:, : image.shape[2], : image.shape[3]] = image[0]
     found = model(together, image_sizes=torch.tensor(sizes)).logits
@@ -106,7 +108,7 @@ def test_images_of_different_sizes_are_as_alone(name: str) -> None:
 
 
 @pytest.mark.parametrize("pooling", ["class", "mean"])
-def test_a_tables_gradient_is_that_of_each_image_alone(pooling: str) -> None:
+def test_a_tables_gradient_sums_over_images(pooling: str) -> None:
     model = made(position_table=True, pooling=pooling).double()
     parameter: Any = model.model.embeddings.table
     sizes = [(16, 16), (12, 8), (12, 8)]
@@ -120,7 +122,7 @@ def test_a_tables_gradient_is_that_of_each_image_alone(pooling: str) -> None:
     found, expected = (
         torch.autograd.grad((logits * cotangent).sum(), parameter)[0] for logits in (batched, one_by_one)
     )
-    # The interpolation is in float32.
+    # Interpolation is in float32.
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
     assert float(expected.abs().max()) > 1e-2
 
@@ -131,7 +133,7 @@ def test_a_table_is_interpolated_at_other_sizes() -> None:
     expected = interpolate(table[None], size=(6, 8), mode="bicubic")[0]
     torch.testing.assert_close(model.model.embeddings._table_of((6, 8)), expected)
     assert model.model.embeddings._table_of((4, 4)) is table
-    # And it is what is added.
+    # The interpolated table is added.
     pixels = images(1, 2, 24, 32)
     hidden, grid = model.model.embeddings(pixels)
     assert grid == (6, 8)
@@ -139,7 +141,7 @@ def test_a_table_is_interpolated_at_other_sizes() -> None:
     torch.testing.assert_close(hidden[:, 1:], patches.flatten(2).mT)
 
 
-def test_rectangular_images_to_train_on() -> None:
+def test_training_images_may_be_rectangular() -> None:
     rectangular: dict[str, Any] = SMALL | {"image_size": (8, 24)}
     model = PriorVisionForImageClassification(
         PriorVisionConfig(**rectangular, position_table=True)
@@ -149,7 +151,7 @@ def test_rectangular_images_to_train_on() -> None:
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_it_learns(name: str) -> None:
+def test_the_model_learns(name: str) -> None:
     model = made(**KINDS[name], drop_path=0.1, attention_dropout=0.1).train()
     pixels, labels = images(8, 2, 16, 16), torch.arange(8) % 5
     optimizer = torch.optim.AdamW(model.parameters(), 3e-3)
@@ -165,7 +167,7 @@ def test_it_learns(name: str) -> None:
     assert losses[-1] < losses[0] / 2
 
 
-def test_mixed_labels_and_gradient_checkpointing() -> None:
+def test_mixed_labels_train_with_gradient_checkpointing() -> None:
     model, pixels = made(**KINDS["axial"]).train(), images(3, 2, 16, 16)
     shares = torch.rand(3, 5).softmax(-1)
     loss = model(pixels, labels=shares).loss
@@ -176,8 +178,8 @@ def test_mixed_labels_and_gradient_checkpointing() -> None:
 
 
 @pytest.mark.parametrize("are_mixed", [False, True])
-def test_the_loss_of_a_step_in_parts_is_that_of_the_whole(are_mixed: bool) -> None:
-    """As the Trainer accumulates gradients: each part is told how many entries the labels of all have."""
+def test_accumulated_losses_sum_to_the_whole(are_mixed: bool) -> None:
+    """The Trainer accumulates gradients: each part gets the total number of label entries."""
     model: Any = made(prior={"name": "radial", "prior": "laplace"}).eval()
     pixels = images(3, 2, 16, 16)
     labels = torch.rand(3, 5).softmax(-1) if are_mixed else torch.tensor([0, 4, 2])
@@ -187,7 +189,7 @@ def test_the_loss_of_a_step_in_parts_is_that_of_the_whole(are_mixed: bool) -> No
     torch.testing.assert_close(parts[0] + parts[1], whole)
 
 
-def test_arguments_that_do_not_fit_are_named() -> None:
+def test_incompatible_arguments_are_named() -> None:
     model: Any = made(prior={"name": "radial", "prior": "laplace"}).eval()
     pixels = images(3, 2, 16, 16)
     with pytest.raises(ValueError, match=r"labels must have shape \(3,\) or \(3, 5\), got \(2,\)"):
@@ -209,12 +211,12 @@ def test_arguments_that_do_not_fit_are_named() -> None:
         ),
     ],
 )
-def test_labels_that_are_no_classes_are_refused(labels: torch.Tensor, message: str) -> None:
+def test_labels_outside_the_classes_are_refused(labels: torch.Tensor, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         made()(images(3, 2, 16, 16), labels=labels)
 
 
-def test_other_losses_are_refused_and_short_integers_are_classes() -> None:
+def test_other_losses_are_refused_and_small_integers_are_labels() -> None:
     pixels, labels = images(3, 2, 16, 16), torch.tensor([0, 4, 2])
     torch.testing.assert_close(made()(pixels, labels=labels.int()).loss, made()(pixels, labels=labels).loss)
     with pytest.raises(
@@ -250,7 +252,7 @@ def test_stochastic_depth_keeps_the_mean() -> None:
         ({"prior": "laplace"}, r"prior must be over a grid \(axial, .*\), got 'laplace'"),
     ],
 )
-def test_mistakes_in_a_config_are_named(options: dict[str, Any], message: str) -> None:
+def test_invalid_configs_are_named(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         PriorVisionConfig(**SMALL | options)
 
@@ -269,7 +271,7 @@ def test_mistakes_in_a_config_are_named(options: dict[str, Any], message: str) -
         (images(1, 2, 16, 16), torch.tensor([[16, 6]]), "image_sizes must be positive multiples"),
     ],
 )
-def test_mistakes_in_images_are_named(pixels: torch.Tensor, sizes: torch.Tensor | None, message: str) -> None:
+def test_invalid_images_are_named(pixels: torch.Tensor, sizes: torch.Tensor | None, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         made()(pixels, image_sizes=sizes)
 
@@ -279,8 +281,8 @@ def test_mistakes_in_images_are_named(pixels: torch.Tensor, sizes: torch.Tensor 
 
 @pytest.mark.parametrize("pooling", ["class", "mean"])
 @pytest.mark.parametrize("prior", [None, "spectral_2d"], ids=str)
-def test_in_units_of_the_image_larger_pixels_change_nothing(prior: Any, pooling: str) -> None:
-    """A prior that says nothing yet: the same image in more patches of one pixel gives the same logits."""
+def test_in_image_units_larger_pixels_change_nothing(prior: Any, pooling: str) -> None:
+    """With a uniform prior, an image in more patches of one pixel each gives equal logits."""
     sizes = SMALL | {"image_size": [4, 6], "patch_size": 1}
     torch.manual_seed(0)
     config = PriorVisionConfig(**sizes, prior=prior, pooling=pooling, position_units="image")
@@ -292,11 +294,11 @@ def test_in_units_of_the_image_larger_pixels_change_nothing(prior: Any, pooling:
         torch.testing.assert_close(model(larger).logits, expected, rtol=1e-9, atol=1e-9)
         model.config.position_units = "patch"
         alike = torch.allclose(model(larger).logits, expected, rtol=1e-3)
-    # A class token that is one of more is outweighed; a mean is not.
+    # One class token among more patches has less weight, but a mean is unchanged.
     assert alike == (pooling == "mean")
 
 
-def test_in_units_of_the_image_nothing_changes_at_the_training_resolution() -> None:
+def test_in_image_units_nothing_changes_at_the_training_resolution() -> None:
     pixels = images(2, 2, 16, 16)
     for options in KINDS.values():
         if "logit_scale" in options:
@@ -307,7 +309,7 @@ def test_in_units_of_the_image_nothing_changes_at_the_training_resolution() -> N
         assert torch.equal(model(pixels).logits, expected)
 
 
-def test_units_that_cannot_be() -> None:
+def test_incompatible_units_are_refused() -> None:
     with pytest.raises(ValueError, match=r"position_units must be one of patch, image"):
         made(position_units="pixel")
     with pytest.raises(ValueError, match="rows: clipped_offsets is defined at whole patches only"):

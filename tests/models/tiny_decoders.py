@@ -1,4 +1,4 @@
-"""Tiny decoders: one for every prior, every encoding, and some of their combinations."""
+"""Tiny decoders for every prior, every encoding, and some combinations."""
 
 from typing import Any
 
@@ -73,7 +73,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "layer_kinds": {"local": {"prior": {"name": "window", "size": 8}, "encoding": "rotary"}, "global": {}},
     },
 }
-"""What people train: the cases that transformers tests of each of its own models are tested over these."""
+"""Families of decoders in use. Each passes the tests that transformers applies to its own models."""
 
 
 def tiny_config(**changes: Any) -> PriorDecoderConfig:
@@ -84,13 +84,13 @@ def tiny_config(**changes: Any) -> PriorDecoderConfig:
         "num_hidden_layers": 2,
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
-        "initializer_range": 0.3,  # so that logits differ by more than rounding
+        "initializer_range": 0.3,  # logits differ by more than rounding
     }
     return PriorDecoderConfig(**sizes | changes)
 
 
 def tiny_decoder(dtype: torch.dtype = torch.float64, **changes: Any) -> PriorDecoderForCausalLM:
-    """A decoder whose priors and scales are not the same in all heads and layers."""
+    """Return a decoder whose priors and scales differ between heads and layers."""
     torch.manual_seed(0)
     model = PriorDecoderForCausalLM(tiny_config(**changes))
     with torch.no_grad():

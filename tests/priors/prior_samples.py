@@ -1,4 +1,4 @@
-"""Every prior of the catalogue, with arguments to make it from."""
+"""Constructor arguments for every prior of the catalogue."""
 
 from typing import Any, TypeVar
 
@@ -13,14 +13,14 @@ AnyPrior = TypeVar("AnyPrior", bound=Prior)
 
 
 def arguments_of(prior: Prior) -> dict[str, Any]:
-    """What the constructor was given besides ``num_heads``."""
+    """Return the constructor's arguments besides ``num_heads``."""
     return {key: value for key, value in prior.to_config().items() if key not in ("name", "num_heads")}
 
 
 SAMPLES: dict[str, list[dict[str, Any]]] = {
     name: [arguments_of(example) for example in prior.examples(HEADS)] for name, prior in CATALOGUE.items()
 }
-"""By name: the arguments of the class's examples, the plainest first."""
+"""Arguments of each class's examples, by name. The simplest example comes first."""
 
 
 def make(name: str, arguments: dict[str, Any], num_heads: int = HEADS) -> Prior:
@@ -28,7 +28,7 @@ def make(name: str, arguments: dict[str, Any], num_heads: int = HEADS) -> Prior:
 
 
 def randomise(prior: AnyPrior, seed: int = 0, scale: float = 0.5) -> AnyPrior:
-    """Fill every parameter with N(0, scale²), so that nothing is zero or the same in two heads."""
+    """Fill every parameter with N(0, scale²), so that no parameter is zero or equal in two heads."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in prior.parameters():

@@ -4,7 +4,7 @@ import torch
 from attention_priors.priors import alibi_slopes
 
 
-def test_published_slopes():
+def test_slopes_match_the_published_code():
     assert alibi_slopes(8).tolist() == [1 / 2**n for n in range(1, 9)]
     eight, sixteen = alibi_slopes(8).tolist(), alibi_slopes(16).tolist()
     assert sixteen == pytest.approx([2 ** -(n / 2) for n in range(1, 17)])
@@ -13,6 +13,6 @@ def test_published_slopes():
     assert alibi_slopes(12).dtype == torch.float64
 
 
-def test_slopes_are_on_the_cpu_whatever_the_default_device():
+def test_slopes_are_on_the_cpu_under_any_default_device():
     with torch.device("meta"):
         assert alibi_slopes(5).device.type == "cpu"

@@ -1,4 +1,4 @@
-"""Statements of BAM, "Bayesian Attention Mechanism", about its priors and what they do to the weights."""
+"""Statements of BAM, "Bayesian Attention Mechanism", about its priors and their effect on the weights."""
 
 import math
 from unittest import mock
@@ -43,7 +43,7 @@ def test_bam_lemma_1_no_position_is_a_uniform_prior_over_the_past(prior: Uniform
 @thorough
 @given(st.floats(-3, 0.9375, width=32), st.floats(1 / 64, 2, width=32), st.integers(2, 2**20))
 def test_bam_theorem_2_below_shape_one_the_penalty_is_smaller_than_alibis(beta: float, slope: float, distance: int):
-    # In its corrected form: with α = m^(-1/β), that is e^θα = m, and only for |d| > 1.
+    # The corrected theorem: with α = m^(-1/β), so e^θα = m, and only for |d| > 1.
     prior, alibi = ggd(math.log(slope), beta), Laplace(1, slopes=[slope])
     for signed in (distance, -distance):
         ratio = (k(prior, [signed]) / alibi.log_prior_at(torch.tensor([signed]), torch.float64)[0]).item()
@@ -60,13 +60,13 @@ def test_bam_theorem_2_below_shape_one_the_penalty_is_smaller_than_alibis(beta: 
 def test_bam_theorem_3_negative_shape_takes_all_weight_from_the_own_position(
     content: list[float], beta: float, theta_alpha: float
 ):
-    # p_ij → 0 as |j - i| → 0, whatever the content. What is left of the distance to oneself is ε.
+    # p_ij → 0 as |j - i| → 0, for any content. At the own position, the distance is ε.
     prior, key = ggd(theta_alpha, beta), torch.tensor(content, dtype=torch.float64).view(1, 1, -1, 1)
     query, unit = key.new_ones(1, 1, 1, 1), torch.eye(len(content), dtype=torch.float64)[None, None]
     amplitude, spread = math.exp(theta_alpha), max(content) - min(content)
     own = []
     for share in (0.1, 1e-3, 1e-9, 1e-30):
-        # p_ii ≤ exp(f_i - f_j + K(0) - K(i - j)) with K(i - j) ≥ -e^θα: this ε makes it `share`.
+        # p_ii ≤ exp(f_i - f_j + K(0) - K(i - j)) with K(i - j) ≥ -e^θα. This ε makes the bound equal to `share`.
         epsilon = ((amplitude + spread - math.log(share)) / amplitude) ** (1 / beta)
         with mock.patch.object(generalized_gaussian, "EPSILON", epsilon):
             weights = attend(query, key, unit, prior, softmax_scale=1.0)[0, 0, 0].tolist()
@@ -74,14 +74,14 @@ def test_bam_theorem_3_negative_shape_takes_all_weight_from_the_own_position(
         assert sum(weights) == pytest.approx(1)
         assert weights[-1] <= share * (1 + 1e-9)
         own.append(weights[-1])
-        # An erratum: a token that sees nothing but itself keeps all of its weight.
+        # Erratum: a token that sees only itself keeps all of its weight.
         assert alone.item() == 1
     assert own == sorted(own, reverse=True)
     assert own[0] > 0
 
 
 def test_bam_theorem_3_needs_epsilon_to_vanish():
-    # An erratum: the theorem is about the limit. With the ε that models have, a shape near 0 keeps its own position.
+    # Erratum: the theorem holds in the limit only. With the ε of real models, a shape near 0 keeps its own position.
     own, near = k(ggd(0.0, -0.02), [0, 1]).tolist()
     assert own == pytest.approx(-(generalized_gaussian.EPSILON**-0.02)) == pytest.approx(-1.2589, abs=1e-4)
     assert math.exp(own - near) > 0.77
@@ -109,7 +109,7 @@ def test_bam_lemma_4_positive_shape_has_a_penalty_without_bound(beta: float, the
 bounded_content = st.tuples(st.integers(0, 1000), st.floats(0, 4)).map(
     lambda drawn: drawn[1] * (2 * torch.rand(4000, generator=torch.Generator().manual_seed(drawn[0])).double() - 1)
 )
-"""The content logits of 4000 keys, by distance."""
+"""Draw the content logits of 4000 keys, by distance."""
 
 
 @thorough
@@ -117,7 +117,7 @@ bounded_content = st.tuples(st.integers(0, 1000), st.floats(0, 4)).map(
 def test_bam_lemmas_3_and_4_a_key_gets_less_than_any_share_from_some_distance_on(
     content: torch.Tensor, lemma: str, beta: float, slope: float
 ):
-    # They need content logits that are bounded, as these are.
+    # The lemmas need bounded content logits, as here.
     distances = list(range(len(content)))
     if lemma == "lemma 3":
         penalty = Laplace(1, slopes=[slope]).log_prior_at(torch.tensor(distances), torch.float64)[0]
@@ -131,37 +131,37 @@ def test_bam_lemmas_3_and_4_a_key_gets_less_than_any_share_from_some_distance_on
 
 @thorough
 @given(bounded_content, st.floats(-3, -0.125, width=32), st.floats(-2, 2))
-def test_bam_theorem_4_the_prior_takes_nothing_from_far_keys_though_their_number_does(
-    content: torch.Tensor, beta: float, theta_alpha: float
-):
-    # An erratum: the bias tends to 0 and the weight with it, as that of every key does over ever more keys.
+def test_bam_theorem_4_the_bias_of_far_keys_tends_to_0(content: torch.Tensor, beta: float, theta_alpha: float):
+    # Erratum: the bias tends to 0. The weight tends to 0 only as every key's weight does with more keys.
     penalty = k(ggd(theta_alpha, beta), list(range(len(content))))
     spread = 2 * content.abs().max()
     for number in (40, 400, 4000):
         weight = (content + penalty)[:number].softmax(-1)[-1]
         without = content[:number].softmax(-1)[-1]
         assert weight >= without * penalty[number - 1].exp() * (1 - 1e-9)
-        # Of all keys but the query's own, none is penalised more than the nearest.
+        # Except for the query's own key, the nearest key has the largest penalty.
         assert weight <= (spread - penalty[1]).exp() / (number - 1) * (1 + 1e-9)
 
 
 @thorough
 @given(st.floats(-3, -0.25), st.floats(-1, 1))
 def test_bam_section_2_5_a_negative_shape_is_flat_at_the_far_end(beta: float, theta_alpha: float):
-    """An erratum: not "sharply concentrated at the far end": the farthest tenth of a long text holds a tenth."""
+    """Erratum: the prior is not "sharply concentrated at the far end". The farthest tenth of a long text holds a
+    tenth.
+    """
     log_prior = ggd(theta_alpha, beta).log_prior_at(torch.arange(2**18), torch.float64)[0].detach()
     assert float(log_prior.softmax(-1)[-(2**18) // 10 :].sum()) == pytest.approx(0.1, rel=0.15)
 
 
 @thorough
 @given(st.floats(-3, -0.0625, width=32), st.floats(-3, 3, width=32))
-def test_bam_theorem_3_ignores_no_neighbour(beta: float, theta_alpha: float):
-    """An erratum: "ignores local context" is of the own token alone; the next one loses ``e^θα`` nats, whatever β."""
+def test_bam_theorem_3_keeps_the_neighbour(beta: float, theta_alpha: float):
+    """Erratum: "ignores local context" holds for the own token only. The next token loses ``e^θα`` nats for any β."""
     near, far = ggd(theta_alpha, beta).log_prior_at(torch.tensor([1, 2**40]), torch.float64)[0].tolist()
     assert near == pytest.approx(-math.exp(theta_alpha), rel=1e-4)
     assert far - near <= math.exp(theta_alpha)
 
 
 def test_bam_section_3_2_a_shape_of_0_suppresses_nothing():
-    """An erratum: Theorems 3 and 4 are of β < 0; for β ≤ 0, as it is put there, they would hold of no prior at all."""
+    """Erratum: Theorems 3 and 4 need β < 0. For β = 0, their claim would hold for a uniform prior."""
     assert len(set(ggd(0.7, 0.0).log_prior_at(torch.arange(100), torch.float64)[0].tolist())) == 1

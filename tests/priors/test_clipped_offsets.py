@@ -5,7 +5,7 @@ from prior_samples import randomise
 from attention_priors.priors import ClippedOffsets
 
 
-def test_scalars_are_ordered_from_the_farthest_past_to_the_farthest_future():
+def test_scalars_are_ordered_from_past_to_future():
     prior = ClippedOffsets(2, max_offset=2)
     with torch.no_grad():
         prior.bias.copy_(torch.tensor([[-2.0, -1.0, 0.0, 1.0, 2.0], [5.0, 6.0, 7.0, 8.0, 9.0]]))
@@ -24,7 +24,7 @@ def test_offsets_are_clipped_on_both_sides():
         torch.testing.assert_close(table[:, 3 + column], edge[:, 0])
 
 
-def test_whole_log_prior_is_the_papers_definition():
+def test_log_prior_matches_the_papers_definition():
     k = 3
     prior = randomise(ClippedOffsets(2, max_offset=k))
     found = prior.log_prior(torch.arange(9), torch.arange(11))
@@ -34,7 +34,7 @@ def test_whole_log_prior_is_the_papers_definition():
             torch.testing.assert_close(found[:, i, j], prior.bias[:, clipped + k])
 
 
-def test_starts():
+def test_uniform_and_normal_init():
     assert ClippedOffsets(2, max_offset=3).bias.tolist() == [[0.0] * 7] * 2
     torch.manual_seed(0)
     bias = ClippedOffsets(200, max_offset=20, init="normal").bias

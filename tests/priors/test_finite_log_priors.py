@@ -1,4 +1,4 @@
-"""No parameter and no distance makes a log-prior, or its gradient, infinite or not a number."""
+"""Log-priors and their gradients are finite for all parameters and distances."""
 
 from typing import Any
 
@@ -48,7 +48,9 @@ def assert_finite(prior: Prior, distance: Tensor) -> None:
 @example(0.0, 0.0, 0.0, 0, False)
 @example(0.0, -8.0, -1000.0, FAR, False)
 @example(0.0, 8.0, 0.0, -FAR, True)
-def test_generalized_gaussian(theta_alpha: float, theta_beta: float, theta_mu: float, distance: int, keep_sign: bool):
+def test_generalized_gaussian_is_finite(
+    theta_alpha: float, theta_beta: float, theta_mu: float, distance: int, keep_sign: bool
+):
     prior = GeneralizedGaussian(2, init="roles", keep_sign=keep_sign)
     with torch.no_grad():
         prior.theta_alpha.fill_(theta_alpha)
@@ -61,21 +63,21 @@ def test_generalized_gaussian(theta_alpha: float, theta_beta: float, theta_mu: f
 @given(log_slope=st.floats(-700, 700, width=32), distance=st.integers(-FAR, FAR))
 @example(700.0, FAR)
 @example(-700.0, FAR)
-def test_laplace(log_slope: float, distance: int):
+def test_laplace_is_finite(log_slope: float, distance: int):
     prior = Laplace(1)
     with torch.no_grad():
         prior.log_slope.fill_(log_slope)
     assert_finite(prior, torch.cat([DISTANCES, torch.tensor([distance])]))
 
 
-def test_floor_is_reached_and_not_passed():
+def test_log_priors_reach_the_floor_and_stay_above_it():
     prior = GeneralizedGaussian(1)
     with torch.no_grad():
         prior.theta_alpha.fill_(1000.0)
     steep = Laplace(1, slopes=[1e30])
     for log_prior in (prior.log_prior_at(DISTANCES), steep.log_prior_at(torch.tensor([FAR, 2, -7]))):
         torch.testing.assert_close(log_prior, torch.full_like(log_prior, -1e30))
-        assert torch.isfinite(log_prior * 1e8).all()  # room for a logit scale
+        assert torch.isfinite(log_prior * 1e8).all()  # margin for a logit scale
 
 
 @every_prior
@@ -85,7 +87,7 @@ def test_floor_is_reached_and_not_passed():
     seed=st.integers(0, 10_000),
     start=st.integers(0, FAR),
 )
-def test_whole_log_prior_under_random_parameters(
+def test_log_priors_with_random_parameters_are_finite(
     name: str, arguments: dict[str, Any], scale: float, seed: int, start: int
 ):
     prior = randomise(make(name, arguments), seed, scale)
@@ -116,7 +118,7 @@ class _LogPrior(nn.Module):
 
 @pytest.mark.slow
 @every_prior_with_parameters
-def test_gradients_are_those_of_finite_differences(name: str, arguments: dict[str, Any]):
+def test_gradients_match_finite_differences(name: str, arguments: dict[str, Any]):
     model = _LogPrior(randomise(make(name, arguments), seed=11, scale=0.4))
     names = [key for key, _ in model.named_parameters()]
     values = [value.detach().double().requires_grad_() for value in model.parameters()]
@@ -129,7 +131,7 @@ def test_gradients_are_those_of_finite_differences(name: str, arguments: dict[st
     assert torch.autograd.gradcheck(log_prior, values)
 
 
-def test_a_peak_next_to_a_token_has_a_finite_gradient_in_its_location():
+def test_a_peak_next_to_a_token_has_a_finite_location_gradient():
     prior = GeneralizedGaussian(1, learn="mu")
     with torch.no_grad():
         prior.theta_alpha.fill_(-21.9103)
@@ -144,7 +146,7 @@ def test_a_peak_next_to_a_token_has_a_finite_gradient_in_its_location():
     assert prior.theta_mu.grad.isfinite().all()
 
 
-def test_a_slope_beyond_float64_leaves_no_nan():
+def test_a_slope_beyond_float64_gives_no_nan():
     prior = Laplace(1, learn=True)
     with torch.no_grad():
         prior.log_slope.fill_(1000.0)

@@ -1,4 +1,4 @@
-"""FIRE beside its formula, written down again, and beside the code in its paper."""
+"""FIRE against an independent implementation of its formula, and against the code in its paper."""
 
 import math
 
@@ -24,7 +24,7 @@ def drawn(seed: int, c: float, threshold: float) -> Fire:
 
 
 def formula(prior: Fire, i: int, j: int) -> list[float]:
-    """``f_h(ψ(i - j) / ψ(max(L0, i)))``, in Python's own floats."""
+    """Compute ``f_h(ψ(i - j) / ψ(max(L0, i)))`` in Python floats."""
     c, threshold = math.exp(prior.log_c.item()), math.exp(prior.log_threshold.item())
     x = math.log(c * abs(i - j) + 1) / math.log(c * max(threshold, i) + 1)
     units = [max(0.0, w * x + v) for w, v in prior.hidden.T.tolist()]
@@ -33,28 +33,28 @@ def formula(prior: Fire, i: int, j: int) -> list[float]:
 
 @settings(max_examples=examples(30))
 @given(st.integers(0, 999), st.floats(0.01, 10.0), st.floats(1.0, 2000.0), st.integers(0, 2**20), st.integers(0, 2**20))
-def test_the_formula(seed: int, c: float, threshold: float, i: int, j: int) -> None:
+def test_log_prior_matches_the_formula(seed: int, c: float, threshold: float, i: int, j: int) -> None:
     prior = drawn(seed, c, threshold)
     found = prior.log_prior(torch.tensor([i]), torch.tensor([j]), torch.float64)[:, 0, 0]
     assert found.tolist() == pytest.approx(formula(prior, i, j), rel=1e-9, abs=1e-9)
 
 
-def test_up_to_the_threshold_the_distance_alone_counts_and_beyond_it_the_place_too() -> None:
+def test_position_matters_only_beyond_the_threshold() -> None:
     prior = drawn(0, 0.3, 100.0)
     steps = torch.arange(50)
     near, at_threshold, beyond = (prior.log_prior(torch.tensor([i]), i - steps, torch.float64) for i in (60, 100, 200))
-    torch.testing.assert_close(near, at_threshold, rtol=0, atol=1e-6)  # a logarithm in float32 is the threshold
+    torch.testing.assert_close(near, at_threshold, rtol=0, atol=1e-6)  # the threshold is a logarithm in float32
     assert float((near - beyond).detach().abs().amax(-1).min()) > 1e-3
 
 
-def test_the_farthest_key_is_at_1_however_long_the_text_is() -> None:
+def test_the_farthest_key_is_at_1_for_every_length() -> None:
     prior = drawn(1, 0.1, 512.0)
     found = [prior.log_prior(torch.tensor([i]), torch.tensor([0]), torch.float64) for i in (600, 5000, 2**20)]
     torch.testing.assert_close(found[0], found[1], rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(found[0], found[2], rtol=1e-12, atol=1e-12)
 
 
-def test_the_papers_code_adds_a_millionth_which_changes_next_to_nothing() -> None:
+def test_the_papers_code_differs_by_a_negligible_millionth() -> None:
     """The listing divides by ``ψ(max(L, i)) + 1e-6``, and the formula by ``ψ(max(L, i))``."""
     prior = drawn(2, 0.1, 512.0)
     places = np.arange(2000)
@@ -68,7 +68,7 @@ def test_the_papers_code_adds_a_millionth_which_changes_next_to_nothing() -> Non
     assert 0 < np.abs(code - ours).max() < 1e-5
 
 
-def test_a_sampled_start_is_that_of_the_papers_layers() -> None:
+def test_sampled_init_matches_the_papers_layers() -> None:
     torch.manual_seed(0)
     prior = Fire(400, 500)
     layers = nn.Linear(1, 500), nn.Linear(500, 400)
@@ -86,7 +86,7 @@ def test_a_sampled_start_is_that_of_the_papers_layers() -> None:
     torch.testing.assert_close(natural["threshold"], torch.full((400,), 512.0))
 
 
-def test_given_numbers_survive_a_description_and_a_reset() -> None:
+def test_given_numbers_survive_config_and_reset() -> None:
     prior = drawn(3, 0.5, 7.0)
     again = prior_from_config(prior.to_config())
     with torch.no_grad():
@@ -113,7 +113,7 @@ def test_numbers_and_gradients_are_finite(log_c: float, log_threshold: float) ->
     assert all(x.grad is not None and x.grad.isfinite().all() for x in prior.parameters())
 
 
-def test_mistakes() -> None:
+def test_invalid_arguments_are_refused() -> None:
     with pytest.raises(ValueError, match="hidden_size must be a positive integer, got 0"):
         Fire(2, hidden_size=0)
     with pytest.raises(ValueError, match=r"init\['c'\] must be above 0, got -1"):

@@ -37,7 +37,7 @@ def up_to_a_constant(values: torch.Tensor) -> torch.Tensor:
 
 @thorough
 @given(MODERATE, MODERATE, MODERATE, st.integers(-(2**20), 2**20))
-def test_formula(theta_alpha: float, theta_beta: float, theta_mu: float, distance: int):
+def test_log_prior_matches_the_formula(theta_alpha: float, theta_beta: float, theta_mu: float, distance: int):
     offset = -distance  # j - i
     expected = -math.exp(theta_alpha) * (abs(offset - 2 * math.sinh(theta_mu)) + EPSILON) ** theta_beta
     found = table(ggd(theta_alpha, theta_beta, theta_mu), torch.tensor([distance])).item()
@@ -59,7 +59,7 @@ def test_is_the_generalized_normal_density_of_its_natural_parameters(
 
 @thorough
 @given(MODERATE, MODERATE)
-def test_natural_parameters(theta_alpha: float, theta_beta: float):
+def test_natural_parameters_match_the_trained_ones(theta_alpha: float, theta_beta: float):
     natural = ggd(theta_alpha, theta_beta, 0.7).natural_parameters()
     assert set(natural) == {"alpha", "beta", "mu", "theta_alpha"}
     assert natural["theta_alpha"].item() == pytest.approx(theta_alpha)
@@ -133,7 +133,7 @@ def test_is_a_gaussian_at_shape_two(theta_alpha: float, theta_mu: float):
     torch.testing.assert_close(found - found[peak], gaussian - gaussian[peak], rtol=1e-5, atol=1e-4)
 
 
-# ---- where the parameters start
+# ---- initial parameters
 
 
 def starts(init: str, heads: int, **arguments: bool) -> tuple[list[float], list[float], list[float]]:
@@ -142,13 +142,13 @@ def starts(init: str, heads: int, **arguments: bool) -> tuple[list[float], list[
     return prior.theta_alpha.tolist(), theta_beta, prior.theta_mu.tolist()
 
 
-def test_uniform_start():
+def test_uniform_init_is_all_zeros():
     assert starts("uniform", 4) == ([0.0] * 4, [0.0] * 4, [0.0] * 4)
     assert GeneralizedGaussian(4).init == "uniform"
 
 
 @pytest.mark.parametrize("heads", [1, 4, 6])
-def test_laplace_start_is_alibi(heads: int):
+def test_laplace_init_is_alibi(heads: int):
     theta_alpha, beta, theta_mu = starts("laplace", heads)
     assert theta_alpha == pytest.approx(alibi_slopes(heads).log().tolist(), rel=1e-6)
     assert beta == [1.0] * heads
@@ -158,19 +158,19 @@ def test_laplace_start_is_alibi(heads: int):
     torch.testing.assert_close(found, alibi, rtol=1e-5, atol=1.1e-5)
 
 
-def test_linear_start():
+def test_linear_init_spans_shapes_0_to_1():
     assert starts("linear", 5) == ([0.0] * 5, [0.0, 0.25, 0.5, 0.75, 1.0], [0.0] * 5)
     assert starts("linear", 1) == ([0.0], [0.0], [0.0])
 
 
-def test_spread_start():
+def test_spread_init_spans_negative_and_positive_shapes():
     assert starts("spread", 7)[1] == pytest.approx([-0.5, -0.25, 0.0, 0.25, 0.5, 0.75, 1.0], abs=1e-6)
     assert starts("spread", 7)[0] == [0.0] * 7
     assert starts("spread", 7)[2] == [0.0] * 7
     assert starts("spread", 1)[1] == [-0.5]
 
 
-def test_roles_start():
+def test_roles_init_has_retrieval_and_local_heads():
     theta_alpha, beta, theta_mu = starts("roles", 8)
     assert beta == [-0.5] * 4 + [1.0] * 4
     assert [math.exp(value) for value in theta_alpha] == pytest.approx([1.0] * 4 + [1 / 2, 1 / 4, 1 / 8, 1 / 16])
@@ -180,7 +180,7 @@ def test_roles_start():
     assert math.exp(starts("roles", 1)[0][0]) == pytest.approx(0.5)
 
 
-def test_neighbours_start():
+def test_neighbours_init_peaks_at_previous_tokens():
     theta_alpha, beta, theta_mu = starts("neighbours", 8)
     assert beta == [-0.5] * 4 + [1.0] * 4
     assert theta_alpha == [0.0] * 8
@@ -194,7 +194,7 @@ def test_neighbours_start():
     ]
 
 
-def test_sampled_start_follows_the_seed_and_is_standard_normal():
+def test_sampled_init_is_standard_normal_and_seeded():
     torch.manual_seed(5)
     first = starts("sampled", 4000)
     torch.manual_seed(5)
@@ -207,7 +207,7 @@ def test_sampled_start_follows_the_seed_and_is_standard_normal():
     assert first[2] == [0.0] * 4000
 
 
-def test_uniform_start_gives_no_gradient_to_alpha_until_beta_has_moved():
+def test_uniform_init_gives_alpha_no_gradient_until_beta_moves():
     def gradients(theta_beta: float) -> tuple[float, float]:
         prior = ggd(0.0, theta_beta)
         prior.log_prior_at(torch.arange(8)).softmax(-1)[0, 0].log().backward()
@@ -240,7 +240,7 @@ def test_keep_sign_starts_at_the_same_shape(init: str, heads: int):
 
 @thorough
 @given(st.floats(-1e6, 1e6, width=32), st.sampled_from(["laplace", "spread", "roles", "neighbours"]))
-def test_keep_sign_keeps_the_sign_of_every_head_whatever_is_learned(raw: float, init: str):
+def test_keep_sign_keeps_the_sign_of_every_head_for_any_parameters(raw: float, init: str):
     prior = GeneralizedGaussian(6, init=init, keep_sign=True)
     before = torch.sign(prior.beta)
     assert before.tolist() == torch.sign(GeneralizedGaussian(6, init=init).beta).tolist()

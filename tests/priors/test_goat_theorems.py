@@ -1,4 +1,4 @@
-"""Statements of GOAT about what a prior can be and do: equations 20 to 23, section 5, appendices C, E and F."""
+"""Statements of GOAT about the scope and effect of priors: equations 20 to 23, section 5, appendices C, E and F."""
 
 import math
 from itertools import pairwise, product
@@ -18,7 +18,7 @@ thorough = settings(max_examples=examples(25))
 
 
 def toeplitz(prior: Prior, length: int) -> Tensor:
-    """The log-prior of every query for every key, past and future, in float64: ``(H, length, length)``."""
+    """Return the log-prior of every query for every key, past and future, in float64: ``(H, length, length)``."""
     positions = torch.arange(length)
     return prior.log_prior(positions, positions, torch.float64).detach()
 
@@ -35,7 +35,7 @@ def test_goat_appendix_c_a_negative_weight_is_a_prior_no_positive_definite_kerne
     with torch.no_grad():
         prior.alpha.fill_(-2.0)
     log_prior = toeplitz(prior, 12)[0]
-    # A positive definite kernel is largest at displacement 0; this one is smallest there: it repels.
+    # A positive definite kernel is largest at displacement 0. This kernel is smallest there: it repels.
     assert log_prior.diagonal().tolist() == [-2.0] * 12
     assert (log_prior >= -2.0).all()
     assert torch.linalg.eigvalsh(log_prior).min() < -1
@@ -48,7 +48,7 @@ def test_goat_appendix_c_a_negative_weight_is_a_prior_no_positive_definite_kerne
 
 
 def test_goat_appendix_e_1_a_prior_of_finite_dimension_is_an_encoding():
-    # Equations 60 and 61: queries and keys with the prior's coordinates beside their own give content plus log-prior.
+    # Equations 60 and 61: queries and keys that include the prior's coordinates give content plus log-prior.
     prior = randomise(Spectral(2, 4), scale=1.0)
     positions = torch.arange(9)
     query, key = torch.randn(2, 2, 9, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
@@ -60,7 +60,7 @@ def test_goat_appendix_e_1_a_prior_of_finite_dimension_is_an_encoding():
 
 @thorough
 @given(st.integers(0, 1000), st.floats(1 / 16, 16))
-def test_goat_appendix_e_2_rotation_is_as_strong_as_the_content_and_a_prior_is_not(seed: int, strength: float):
+def test_goat_appendix_e_2_only_rotation_scales_with_the_content(seed: int, strength: float):
     query, key = torch.randn(2, 1, 1, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
     rotary, prior = Rotary(head_dim=8), randomise(Spectral(1, 4), seed, scale=1.0)
     here, far = torch.tensor([5]), torch.tensor([0])
@@ -84,17 +84,15 @@ def test_goat_appendix_e_2_rotation_is_as_strong_as_the_content_and_a_prior_is_n
 @pytest.mark.slow
 @thorough
 @given(st.integers(1, 6), st.integers(0, 1000), st.sampled_from([40, 80]))
-def test_goat_theorem_2_a_finite_trigonometric_sum_has_a_rank_that_length_does_not_raise(
-    num_frequencies: int, seed: int, length: int
-):
-    # Frequencies that are far enough apart for 40 positions to tell them from each other.
+def test_goat_theorem_2_a_finite_trigonometric_sum_has_bounded_rank(num_frequencies: int, seed: int, length: int):
+    # Frequencies far enough apart for 40 positions to distinguish.
     prior = randomise(Spectral(2, num_frequencies, base=4.0), seed, scale=1.0)
     assert all(found <= 2 * num_frequencies for found in rank(toeplitz(prior, length)))
     assert toeplitz(prior, 1000).abs().max() <= sum(p.abs().sum(-1).max() for p in prior.parameters())
 
 
-def test_goat_theorem_2_one_frequency_may_need_one_dimension_alone():
-    # An erratum: the paper has at most d_p / 2 frequencies in d_p dimensions; cos(πd) = (-1)^i (-1)^j needs one.
+def test_goat_theorem_2_one_frequency_may_need_only_one_dimension():
+    # Erratum: the paper allows at most d_p / 2 frequencies in d_p dimensions. cos(πd) = (-1)^i (-1)^j needs only one.
     positions = torch.arange(30)
     distance = positions[:, None] - positions
     assert rank(torch.cos(math.pi * distance.double())) == 1
@@ -106,8 +104,8 @@ def test_goat_theorem_2_one_frequency_may_need_one_dimension_alone():
     [RelativeBuckets(1, bidirectional=True), GeneralizedGaussian(1, init="uniform")],
     ids=["T5", "GGD with β < 0"],
 )
-def test_goat_theorem_2_bounded_tables_that_are_no_such_sum_have_no_small_rank(prior: Prior):
-    # Bounded and translation-equivariant, and not a trigonometric sum: no number of lanes serves every length.
+def test_goat_theorem_2_other_bounded_tables_have_full_rank(prior: Prior):
+    # Bounded, translation-equivariant, and not a trigonometric sum: no number of factors serves every length.
     if isinstance(prior, GeneralizedGaussian):
         with torch.no_grad():
             prior.theta_beta.fill_(-0.5)
@@ -121,7 +119,7 @@ def test_goat_theorem_2_bounded_tables_that_are_no_such_sum_have_no_small_rank(p
 
 
 @pytest.mark.parametrize("power", [2, 4])
-def test_goat_theorem_2_without_a_bound_polynomials_have_lanes_too(power: int):
+def test_goat_theorem_2_unbounded_polynomials_have_factors(power: int):
     distance = (torch.arange(12)[:, None] - torch.arange(12)).double()
     assert rank(-(distance**power)) == power + 1
 
@@ -137,11 +135,11 @@ def differences(sequence: list[int], times: int) -> list[int]:
 
 @thorough
 @given(st.lists(st.integers(-50, 50), min_size=1, max_size=6), st.lists(st.integers(-1000, 1000), min_size=7))
-def test_goat_lemma_f4_where_the_kth_difference_vanishes_are_polynomials(coefficients: list[int], drawn: list[int]):
+def test_goat_lemma_f4_a_vanishing_kth_difference_means_a_polynomial(coefficients: list[int], drawn: list[int]):
     k = len(coefficients)
     polynomial = [sum(c * i**power for power, c in enumerate(coefficients)) for i in range(-10, 20)]
     assert not any(differences(polynomial, k))
-    # The other way: from k values on, the vanishing difference leaves one sequence, and Lagrange's polynomial is it.
+    # Conversely, k values and a vanishing difference determine one sequence: Lagrange's polynomial.
     sequence = drawn[:k]
     for _ in range(20):
         sequence.append(-sum((-1) ** (k - t) * math.comb(k, t) * sequence[len(sequence) - k + t] for t in range(k)))
@@ -155,7 +153,7 @@ def test_goat_lemma_f4_where_the_kth_difference_vanishes_are_polynomials(coeffic
 
 
 def test_goat_lemma_f4_binomials_are_a_triangular_basis():
-    # An erratum: with the backward difference of equation 77, Φ does not send them to the standard basis.
+    # Erratum: with the backward difference of equation 77, Φ does not map the binomials to the standard basis.
     size = 5
 
     def binomial(i: int, t: int) -> int:
@@ -169,18 +167,18 @@ def test_goat_lemma_f4_binomials_are_a_triangular_basis():
     assert not torch.equal(phi, torch.eye(size))
 
 
-# --- Theorem 3: see test_laplace.py for what it says
+# --- Theorem 3: test_laplace.py tests its statement
 
 
 def test_goat_theorem_3_mass_moved_between_two_lags_moves_the_mean():
-    # An erratum in the proof: it moves mass from one lag to another and keeps the mean; that takes three lags.
+    # Erratum in the proof: it moves mass between two lags and claims to keep the mean. Keeping it takes three lags.
     lag = torch.arange(6, dtype=torch.float64)
     for a, b in product(range(6), range(6)):
         if a != b:
             move = torch.zeros(6, dtype=torch.float64)
             move[a], move[b] = 1, -1
             assert (move * lag).sum() != 0
-    three = torch.tensor([1.0, 0, -2, 0, 1, 0], dtype=torch.float64)  # from lag 2, to 0 and 4
+    three = torch.tensor([1.0, 0, -2, 0, 1, 0], dtype=torch.float64)  # from lag 2 to lags 0 and 4
     assert three.sum() == (three * lag).sum() == 0
 
 
@@ -190,7 +188,7 @@ def seeded(seed: int, *shape: int) -> torch.Tensor:
 
 @thorough
 @given(st.integers(0, 999), st.integers(1, 4), st.integers(1, 9))
-def test_goat_equations_20_to_23_the_scaling_trick(seed: int, frequencies: int, content: int):
+def test_goat_equations_20_to_23_the_scaling_trick_is_exact(seed: int, frequencies: int, content: int):
     places = torch.arange(7)
     spectral, sink = Spectral(1, frequencies), KeySink(1, train_length=7)
     with torch.no_grad():
@@ -209,32 +207,34 @@ def test_goat_equations_20_to_23_the_scaling_trick(seed: int, frequencies: int, 
 
 
 def test_goat_appendix_c_a_positive_definite_kernel_suppresses_displacements_too():
-    """An erratum: only at displacement 0 it cannot. ``1 + cos πd`` is one, and 0 at every odd displacement."""
+    """Erratum: only suppression of displacement 0 is impossible. ``1 + cos πd`` is such a kernel, and 0 at odd
+    displacements.
+    """
     distance = (torch.arange(20)[:, None] - torch.arange(20)).to(torch.float64)
     kernel = 1 + torch.cos(math.pi * distance)
     assert torch.linalg.eigvalsh(kernel).min() > -1e-12
     assert kernel[0, 1::2].abs().max() < 1e-12
-    # What is inaccessible to it: the prior itself, and not its logarithm alone, of a negative weight.
+    # It cannot represent the prior itself, as opposed to its logarithm, with a negative weight.
     assert torch.linalg.eigvalsh((-2 * torch.cos(distance)).exp()).min() < -1
     assert torch.linalg.eigvalsh((2 * torch.cos(distance)).exp()).min() > -1e-12
 
 
-def test_goat_theorem_2_a_constant_takes_a_dimension_of_its_own():
-    """An erratum: equation 70 with R frequencies and γ needs 2R + 1, not the 2R of the paragraph after the proof."""
+def test_goat_theorem_2_a_constant_takes_one_more_dimension():
+    """Erratum: equation 70 with R frequencies and γ needs 2R + 1 dimensions, not 2R as stated after the proof."""
     distance = (torch.arange(30)[:, None] - torch.arange(30)).to(torch.float64)
     assert int(torch.linalg.matrix_rank(torch.cos(distance))) == 2
     assert int(torch.linalg.matrix_rank(0.3 + torch.cos(distance))) == 3
 
 
 @pytest.mark.parametrize("width", [16, 64, 256])
-def test_goat_section_5_a_default_is_no_stronger_gradient_than_a_key(width: int):
-    """An erratum: ``|∂z/∂u| = 1``, and ``|∂z/∂k| = |q| / sqrt(d_c)`` is 1 for queries of unit variance."""
+def test_goat_section_5_gradients_of_default_and_key_are_equal(width: int):
+    """Erratum: ``|∂z/∂u| = 1``, and ``|∂z/∂k| = |q| / sqrt(d_c)`` is also 1 for queries of unit variance."""
     norms = seeded(0, 2000, width).norm(dim=-1) / math.sqrt(width)
     assert float(norms.mean()) == pytest.approx(1, abs=0.05)
 
 
-def test_goat_theorem_3_one_rate_keeps_its_mean_in_the_last_row_alone():
-    """What F.6 makes of it: rows with fewer keys have a smaller mean lag."""
+def test_goat_theorem_3_one_rate_has_its_mean_only_in_the_last_row():
+    """By F.6, rows with fewer keys have a smaller mean lag."""
     prior = Laplace.from_mean_distance(10.0, 100)
     means = []
     for last in (5, 20, 50, 99):

@@ -1,4 +1,4 @@
-"""Priors on grids: what they are, pair by pair."""
+"""Priors on grids, pair by pair."""
 
 import math
 from typing import Any
@@ -27,7 +27,7 @@ PLACES: list[tuple[int, int] | None] = [
 ]  # fmt: skip
 
 
-def test_positions_say_rows_and_columns_and_so_do_their_differences() -> None:
+def test_positions_and_differences_encode_rows_and_columns() -> None:
     assert len(POSITIONS) == OUTSIDE + ROWS * COLUMNS
     places = places_of(POSITIONS)
     apart = places_of(POSITIONS[:, None] - POSITIONS)
@@ -42,7 +42,7 @@ def test_positions_say_rows_and_columns_and_so_do_their_differences() -> None:
                 assert (int(apart.row[i, j]), int(apart.column[i, j])) == between
 
 
-def test_the_largest_grids() -> None:
+def test_the_largest_grids_are_supported() -> None:
     corners = torch.stack([grid_positions(1, 2**22)[-1], grid_positions(2**22, 1)[-1], grid_positions(1, 1)[0]])
     apart = places_of(corners[:, None] - corners)
     assert apart.row[0].tolist() == [0, 1 - 2**22, 0]
@@ -51,7 +51,7 @@ def test_the_largest_grids() -> None:
 
 
 @pytest.mark.parametrize("arguments", [{"rows": 0, "columns": 3}, {"rows": 2**23, "columns": 1}])
-def test_grids_have_sizes(arguments: Any) -> None:
+def test_invalid_grid_sizes_are_refused(arguments: Any) -> None:
     with pytest.raises(ValueError, match="rows"):
         grid_positions(**arguments)
     with pytest.raises(ValueError, match="outside must be a number of tokens, at least 0, got -1"):
@@ -59,7 +59,7 @@ def test_grids_have_sizes(arguments: Any) -> None:
 
 
 def pair_by_pair(formula: Any, at_home: Any) -> torch.Tensor:
-    """``(H, L, L)`` from a function of the differences of rows and columns, and what a place is to itself."""
+    """Return ``(H, L, L)`` from a function of row and column differences, and a function for pairs outside the grid."""
     return torch.stack(
         [
             torch.stack(
@@ -85,7 +85,7 @@ AXES = {
 
 @pytest.mark.parametrize("of_columns", AXES)
 @pytest.mark.parametrize("of_rows", AXES)
-def test_axial_is_the_sum_over_both_axes(of_rows: str, of_columns: str) -> None:
+def test_axial_sums_over_both_axes(of_rows: str, of_columns: str) -> None:
     rows, columns = AXES[of_rows](), AXES[of_columns]()
     prior = Axial(2, rows, columns)
 
@@ -100,7 +100,7 @@ def test_axial_is_the_sum_over_both_axes(of_rows: str, of_columns: str) -> None:
     torch.testing.assert_close(prior.log_prior(POSITIONS, POSITIONS, torch.float64), expected)
 
 
-def test_radial_is_a_function_of_the_straight_distance() -> None:
+def test_radial_depends_on_the_euclidean_distance() -> None:
     over = GeneralizedGaussian(2, init={"theta_alpha": [0.0, 0.5], "beta": [-0.5, 1.5]})
     prior = Radial(2, over)
 
@@ -114,14 +114,14 @@ def test_radial_is_a_function_of_the_straight_distance() -> None:
 
     expected = pair_by_pair(formula, lambda: formula(0, 0))
     torch.testing.assert_close(prior.log_prior(POSITIONS, POSITIONS, torch.float64), expected)
-    # Turning the grid changes nothing.
+    # Rotating the grid changes nothing.
     turned = grid_positions(COLUMNS, ROWS)[torch.arange(12).view(COLUMNS, ROWS).T.flatten()]
     torch.testing.assert_close(
         prior.log_prior(turned, turned, torch.float64), prior.log_prior(POSITIONS[2:], POSITIONS[2:], torch.float64)
     )
 
 
-def test_spectral_2d_in_lanes() -> None:
+def test_spectral_2d_factors_match_the_log_prior() -> None:
     prior = randomise(Spectral2d(2, 3, shortest_period=3.0))
     lanes = prior.lanes(POSITIONS, POSITIONS, dtype=torch.float64)
     assert lanes.key.shape == (14, 2 * 2 * 3 + 1)
@@ -134,7 +134,7 @@ def test_spectral_2d_in_lanes() -> None:
     torch.testing.assert_close(expected.log_prior(POSITIONS, POSITIONS), prior.log_prior(POSITIONS, POSITIONS))
 
 
-def test_a_sink_is_the_same_for_every_query_and_lifts_what_stands_outside() -> None:
+def test_a_sink_is_equal_for_all_queries_and_lifts_outside_tokens() -> None:
     prior = randomise(KeySink2d(2, ROWS, COLUMNS))
     log_prior = prior.log_prior(POSITIONS, POSITIONS, torch.float64).detach()
     assert torch.equal(log_prior, log_prior[:, :1].expand_as(log_prior))
@@ -142,7 +142,7 @@ def test_a_sink_is_the_same_for_every_query_and_lifts_what_stands_outside() -> N
     assert torch.equal(by_place[:, 0], by_place[:, 1])
     first = prior.log_prior(POSITIONS, POSITIONS[2:3], torch.float64).detach()[:, 0, 0]
     torch.testing.assert_close(by_place[:, 0] - first, prior.bump.detach().double())
-    assert len({round(float(x), 6) for x in by_place[0, 2:]}) == ROWS * COLUMNS  # the MLP tells all places apart
+    assert len({round(float(x), 6) for x in by_place[0, 2:]}) == ROWS * COLUMNS  # the MLP distinguishes all places
 
 
 @pytest.mark.parametrize(
@@ -164,11 +164,11 @@ def test_a_sink_is_the_same_for_every_query_and_lifts_what_stands_outside() -> N
         (lambda: KeySink2d(2, 3, 3, init={"slope": 1.0}), "init must not set 'slope' on a grid"),
     ],
 )
-def test_mistakes_are_named(make: Any, message: str) -> None:
+def test_invalid_arguments_are_named(make: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make()
 
 
-def test_a_prior_on_a_grid_and_one_over_a_line_have_no_sum() -> None:
+def test_priors_on_grids_and_lines_cannot_be_summed() -> None:
     with pytest.raises(ValueError, match=r"Axial \(over a grid\), Laplace \(over a line\)"):
         _ = Axial(2, "laplace") + Laplace(2)

@@ -1,4 +1,4 @@
-"""Priors on finer and coarser grids than they are stated in."""
+"""Priors on grids finer or coarser than their definition."""
 
 import math
 from typing import Any
@@ -36,13 +36,13 @@ MAKERS: dict[str, Any] = {
 
 @pytest.mark.parametrize("name", MAKERS)
 @given(factor=st.integers(2, 5), outside=st.integers(0, 2))
-def test_places_that_are_as_far_apart_have_the_same_prior(name: str, factor: int, outside: int) -> None:
-    """Every ``factor``-th place of a finer grid is as far from the others as the coarse grid's places are."""
+def test_places_at_equal_distances_have_equal_priors(name: str, factor: int, outside: int) -> None:
+    """Every ``factor``-th place of a finer grid has the distances of the coarse grid's places."""
     prior: Prior = MAKERS[name]()
     rows, columns = 3, 4
     coarse = grid_positions(rows, columns, outside=outside)
     fine = grid_positions(rows * factor, columns * factor, outside=outside)
-    # Of an odd factor, the middle place of each patch stands where the patch does; relative priors need no more.
+    # With an odd factor, the middle place of each patch lies on the coarse patch. Relative priors need no more.
     within = factor // 2
     stands = places_of(fine)
     chosen = stands.outside | ((stands.row % factor == within) & (stands.column % factor == within))
@@ -54,7 +54,7 @@ def test_places_that_are_as_far_apart_have_the_same_prior(name: str, factor: int
     torch.testing.assert_close(finer, expected, rtol=1e-9, atol=1e-9)
 
 
-def test_the_formula_with_its_own_spacing_on_each_axis() -> None:
+def test_each_axis_has_its_own_spacing() -> None:
     prior = Axial(2, GGD, "laplace").spaced(0.5, 0.25)
     positions = grid_positions(4, 8)
     found = prior.log_prior(positions[:1], positions, torch.float64)[:, 0]
@@ -71,12 +71,12 @@ def test_the_formula_with_its_own_spacing_on_each_axis() -> None:
     seed=st.integers(0, 99),
     with_prior=st.booleans(),
 )
-def test_a_prior_that_says_nothing_reads_an_image_alike_at_every_resolution(
+def test_a_uniform_prior_is_equal_at_every_resolution(
     factors: tuple[int, int], outside: int, seed: int, with_prior: bool
 ) -> None:
     generator = torch.Generator().manual_seed(seed)
     q, k, v = torch.randn(3, 1, 2, outside + 6, 8, generator=generator, dtype=torch.float64)
-    prior = Spectral2d(2, 2) if with_prior else None  # its weights are 0
+    prior = Spectral2d(2, 2) if with_prior else None  # the prior's weights are 0
 
     def finer(x: torch.Tensor) -> torch.Tensor:
         on_grid = x[:, :, outside:].unflatten(2, (2, 3))
@@ -91,7 +91,7 @@ def test_a_prior_that_says_nothing_reads_an_image_alike_at_every_resolution(
 
 
 @pytest.mark.parametrize("name", MAKERS)
-def test_parameters_are_shared_and_learn(name: str) -> None:
+def test_spaced_priors_share_learned_parameters(name: str) -> None:
     prior: Prior = MAKERS[name]()
     spaced = at_spacing(prior, 2, 0.5, 0.5)
     assert {id(p) for p in spaced.parameters()} == {id(p) for p in prior.parameters()}
@@ -101,11 +101,11 @@ def test_parameters_are_shared_and_learn(name: str) -> None:
     assert all(p.grad is not None for p in prior.parameters() if p.requires_grad)
     assert prior.log_prior(positions, positions).shape == (2, 17, 17)
     again = MAKERS[name]().log_prior(positions, positions) if name in ("generalized gaussian", "radial") else None
-    if again is not None:  # what it was made of is as it was
+    if again is not None:  # the original prior is unchanged
         assert torch.equal(prior.log_prior(positions, positions), again)
 
 
-def test_a_patch_weighs_as_much_as_its_area() -> None:
+def test_patches_weigh_as_much_as_their_area() -> None:
     positions = grid_positions(2, 2, outside=1)
     expected = math.log(0.25) * torch.tensor([0.0, 1, 1, 1, 1]).expand(3, 5, 5)
     torch.testing.assert_close(PatchArea(3, 0.25).log_prior(positions, positions), expected)
@@ -127,12 +127,12 @@ def test_a_patch_weighs_as_much_as_its_area() -> None:
         (lambda: PatchArea(2, -1.0), "area must be a finite number above 0"),
     ],
 )
-def test_mistakes_are_named(make: Any, message: str) -> None:
+def test_invalid_arguments_are_named(make: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make()
 
 
-def test_a_prior_at_another_spacing_has_no_description() -> None:
+def test_spaced_priors_have_no_config() -> None:
     prior = Spectral2d(2, 3)
     spaced = prior.spaced(0.5, 0.5)
     with pytest.raises(ValueError, match=r"at spacing \(0.5, 0.5\) has no description"):
@@ -141,7 +141,7 @@ def test_a_prior_at_another_spacing_has_no_description() -> None:
     assert prior.to_config()["num_frequencies"] == 3
 
 
-def test_what_is_spaced_already_is_not_spaced_again() -> None:
+def test_spaced_priors_cannot_be_spaced_again() -> None:
     prior = randomise(Spectral2d(2, 3))
     spaced = at_spacing(prior, 2, 0.5, 0.5)
     with pytest.raises(ValueError, match="prior must be at its own spacing, got Spectral2d"):

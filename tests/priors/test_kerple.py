@@ -1,4 +1,4 @@
-"""KERPLE's two forms, beside their formulas, BAM's and the property that gives them their name."""
+"""KERPLE's two forms against their formulas, BAM's formula, and conditional positive definiteness, which names them."""
 
 import numpy as np
 import pytest
@@ -15,7 +15,7 @@ def kerple(form: str) -> Kerple:
 
 
 @pytest.mark.parametrize("form", Kerple.forms)
-def test_the_formula(form: str) -> None:
+def test_log_prior_matches_the_formula(form: str) -> None:
     apart = np.abs(DISTANCES.numpy())
     r1, r2 = (np.array(x, dtype=np.float32).astype(float)[:, None] for x in (R1, R2))
     expected = -r1 * np.log1p(r2 * apart) if form == "logarithmic" else -r1 * apart**r2
@@ -29,7 +29,7 @@ def test_the_formula(form: str) -> None:
 def test_the_power_form_is_the_generalized_gaussian_at_0_and_alibi_at_1() -> None:
     ours = kerple("power").log_prior_at(DISTANCES, torch.float64)
     bam = GeneralizedGaussian(3, init={"theta_alpha": torch.tensor(R1).log(), "beta": R2})
-    beyond = DISTANCES != 0  # where BAM's ε is
+    beyond = DISTANCES != 0  # where BAM has ε
     torch.testing.assert_close(
         ours[:, beyond], bam.log_prior_at(DISTANCES[beyond], torch.float64), rtol=3e-5, atol=3e-5
     )
@@ -48,7 +48,7 @@ def test_a_kernel_is_conditionally_positive_definite(form: str) -> None:
 
 
 @pytest.mark.parametrize("form", Kerple.forms)
-def test_a_sampled_start_is_in_the_ranges_of_the_source(form: str) -> None:
+def test_sampled_init_is_in_the_ranges_of_the_source(form: str) -> None:
     torch.manual_seed(0)
     prior = Kerple(4000, form=form)
     wide, narrow = (prior.r1, prior.r2) if form == "logarithmic" else (prior.r2, prior.r1)
@@ -72,7 +72,7 @@ def test_numbers_and_gradients_are_finite(form: str, theta: float) -> None:
     assert all(x.grad is not None and x.grad.isfinite().all() for x in prior.parameters())
 
 
-def test_mistakes() -> None:
+def test_invalid_arguments_are_refused() -> None:
     with pytest.raises(ValueError, match="form must be one of logarithmic, power"):
         Kerple(2, form="linear")
     with pytest.raises(ValueError, match=r"init\['r1'\] must be above 0 in the logarithmic form"):

@@ -13,7 +13,7 @@ FAR = 2**20
 
 
 def directly(prior: KeySink, head: int, j: int) -> float:
-    """``u(j)`` from the parameters alone, in Python's own floats."""
+    """Compute ``u(j)`` from the parameters in Python floats."""
     steps = max(prior.num_frequencies - 1, 1)
     phases = [prior.base ** (-m / steps) * j for m in range(prior.num_frequencies)]
     features = [
@@ -40,7 +40,9 @@ def directly(prior: KeySink, head: int, j: int) -> float:
     st.lists(st.integers(0, FAR), max_size=4),
     st.sampled_from(["gelu", "silu"]),
 )
-def test_formula(frequencies: int, hidden: int, train_length: int, seed: int, keys: list[int], activation: str):
+def test_log_prior_matches_the_formula(
+    frequencies: int, hidden: int, train_length: int, seed: int, keys: list[int], activation: str
+):
     prior = KeySink(2, train_length, frequencies, hidden, base=300.0, activation=activation)
     randomise(prior, seed)
     keys = [0, 1, *keys]
@@ -51,7 +53,7 @@ def test_formula(frequencies: int, hidden: int, train_length: int, seed: int, ke
 
 
 def test_float32_is_exact_at_far_positions():
-    prior = KeySink(2, train_length=FAR)  # so that the features stay within 1
+    prior = KeySink(2, train_length=FAR)  # keeps the features within 1
     randomise(prior, 3)
     with torch.no_grad():
         prior.slope.zero_()  # a slope's own size at j = 2^20 leaves float32 fewer digits
@@ -61,7 +63,7 @@ def test_float32_is_exact_at_far_positions():
         assert found[head].tolist() == pytest.approx([directly(prior, head, j) for j in keys], abs=1e-4)
 
 
-def test_goat_theorem_4_rank_one_and_every_row_the_same():
+def test_goat_theorem_4_rank_is_one_and_rows_are_equal():
     prior = randomise(KeySink(3, 32))
     log_prior = prior.log_prior(torch.arange(20), torch.arange(25), torch.float64)
     assert torch.equal(log_prior, log_prior[:, :1].expand_as(log_prior))
@@ -69,7 +71,7 @@ def test_goat_theorem_4_rank_one_and_every_row_the_same():
     torch.testing.assert_close(log_prior[:, 0], prior.log_prior_of_key(torch.arange(25), torch.float64))
 
 
-def test_goat_theorem_4_the_default_of_a_query_does_not_depend_on_how_many_keys_follow():
+def test_goat_theorem_4_defaults_do_not_depend_on_later_keys():
     prior = randomise(KeySink(2, 32))
     few = prior.log_prior(torch.tensor([5]), torch.arange(6), torch.float64)
     many = prior.log_prior(torch.tensor([5]), torch.arange(50), torch.float64)
@@ -77,7 +79,7 @@ def test_goat_theorem_4_the_default_of_a_query_does_not_depend_on_how_many_keys_
 
 
 @pytest.mark.parametrize("init", ["uniform", "recency"])
-def test_numbers_of_any_shape(init: str):
+def test_log_prior_of_key_accepts_any_shape(init: str):
     prior = randomise(KeySink(2, 32, init=init))
     keys = torch.arange(10).view(2, 5)
     found = prior.log_prior_of_key(keys)
@@ -87,14 +89,14 @@ def test_numbers_of_any_shape(init: str):
             assert found[head, element].tolist() == pytest.approx([directly(prior, head, j) for j in row], abs=1e-4)
 
 
-def test_bump_lifts_the_first_key_alone():
+def test_bump_lifts_only_the_first_key():
     prior = KeySink(1, 32)
     with torch.no_grad():
         prior.bump.fill_(2.5)
     assert prior.log_prior_of_key(torch.arange(4)).tolist() == [[2.5, 0.0, 0.0, 0.0]]
 
 
-def test_starts():
+def test_uniform_and_recency_init():
     positions = torch.arange(10)
     prior = KeySink(6, 32)
     assert prior.log_prior(positions, positions).tolist() == torch.zeros(6, 10, 10).tolist()
@@ -107,7 +109,7 @@ def test_starts():
 
 
 @pytest.mark.parametrize("arguments", [{"init": "recency"}, {"learn": "slope"}, {"init": "recency", "learn": False}])
-def test_goat_proposition_f6_a_slope_is_an_error_without_a_causal_mask(arguments: dict):
+def test_goat_proposition_f6_a_slope_needs_a_causal_mask(arguments: dict):
     prior = KeySink(2, 32, **arguments)
     assert prior.has_slope
     prior.check(causal=True)
@@ -117,14 +119,14 @@ def test_goat_proposition_f6_a_slope_is_an_error_without_a_causal_mask(arguments
         (Laplace(2) + prior).check(causal=False)
 
 
-def test_without_a_slope_both_kinds_of_attention_are_allowed():
+def test_without_a_slope_attention_may_be_bidirectional():
     prior = KeySink(2, 32)
     assert not prior.has_slope
     prior.check(causal=False)
     prior.check(causal=True)
 
 
-def test_autocast_does_not_blur_far_positions():
+def test_far_positions_stay_exact_under_autocast():
     prior = randomise(KeySink(2, FAR), 1)
     keys = torch.tensor([3, 1000, FAR])
     expected = prior.log_prior_of_key(keys)

@@ -26,20 +26,20 @@ def max_entropy(prior: Laplace, length: int) -> torch.Tensor:
     return torch.softmax(-prior.slopes[0] * distance, 0)
 
 
-def test_is_linear_in_the_distance():
+def test_log_prior_is_linear_in_the_distance():
     prior = Laplace(2, slopes=[0.25, 3.0])
     distance = torch.tensor([0, 1, -1, 7, -1000])
     expected = [[0.0, -0.25, -0.25, -1.75, -250.0], [0.0, -3.0, -3.0, -21.0, -3000.0]]
     torch.testing.assert_close(prior.log_prior_at(distance), torch.tensor(expected))
 
 
-def test_starts_with_alibis_slopes_or_the_given():
+def test_initial_slopes_are_alibis_or_given():
     torch.testing.assert_close(Laplace(12).slope, alibi_slopes(12).float())
     natural = Laplace(2, slopes=[0.1, 1e-4]).natural_parameters()
     torch.testing.assert_close(natural["slope"], torch.tensor([0.1, 1e-4]))
 
 
-def test_slopes_stay_positive_whatever_is_learned():
+def test_slopes_stay_positive_for_any_parameters():
     prior = Laplace(4, learn=True)
     with torch.no_grad():
         prior.log_slope.copy_(torch.tensor([-80.0, -1.0, 0.0, 5.0]))
@@ -56,10 +56,10 @@ def test_slopes_stay_positive_whatever_is_learned():
     st.integers(1, 20),
     st.integers(0, 3000),
 )
-def test_goat_proposition_f6_the_log_prior_of_the_past_is_a_number_per_key_and_one_per_query(
+def test_goat_proposition_f6_the_past_splits_into_key_and_query_terms(
     slopes: list[float], queries: int, extra: int, start: int
 ):
-    """``-m (i - j)`` is ``m j`` less a constant of the query: of the past only, for ``m j`` keeps rising."""
+    """``-m (i - j)`` is ``m j`` minus a constant of the query. This holds for the past only: ``m j`` keeps rising."""
     prior = Laplace(3, slopes=slopes)
     query_positions = start + extra + torch.arange(queries)
     key_positions = start + torch.arange(queries + extra)
@@ -71,25 +71,25 @@ def test_goat_proposition_f6_the_log_prior_of_the_past_is_a_number_per_key_and_o
     assert (whole[:, ~past] > exact[:, ~past]).all()
 
 
-def test_goat_proposition_f6_in_attention():
+def test_goat_proposition_f6_holds_in_attention():
     prior = Laplace(3, slopes=[0.5, 0.1, 0.02])
     query, key, value = (torch.randn(2, h, 300, 8) for h in (3, 1, 1))
     bias = (prior.slope.detach().double().unsqueeze(-1) * torch.arange(300)).expand(2, -1, -1)
     torch.testing.assert_close(attend(query, key, value, key_bias=bias), attend(query, key, value, prior))
 
 
-# ---- the least committal prior of a given mean distance
+# ---- the maximum entropy prior of a given mean distance
 
 
 @thorough
 @given(means_and_lengths())
-def test_goat_theorem_3_the_maximum_entropy_prior_has_the_mean_it_was_given(mean_and_length: tuple[float, int]):
+def test_goat_theorem_3_the_maximum_entropy_prior_has_the_given_mean(mean_and_length: tuple[float, int]):
     mean, length = mean_and_length
     prior = Laplace.from_mean_distance(mean, length)
     distance = torch.arange(length)
     found = (max_entropy(prior, length) * distance).sum().item()
     assert found == pytest.approx(mean, rel=1e-9)
-    weights = prior.log_prior_at(distance, torch.float64)[0].softmax(0)  # through the float32 parameter
+    weights = prior.log_prior_at(distance, torch.float64)[0].softmax(0)  # rounded by the float32 parameter
     assert (weights * distance).sum().item() == pytest.approx(mean, rel=5e-6)
 
 
@@ -113,7 +113,7 @@ def test_goat_theorem_3_no_other_prior_of_this_mean_has_more_entropy(length: int
     reach = min(length - 1, max(2, math.ceil(4 * mean)))
     a, b, c = sorted(data.draw(st.sets(st.integers(0, reach), min_size=3, max_size=3)))
     three = probabilities[[a, b, c]]
-    # Along this direction neither the mass nor the mean changes; all other distances keep theirs.
+    # Along this direction, neither mass nor mean changes, and all other distances keep their probabilities.
     direction = torch.tensor([c - b, a - c, b - a], dtype=torch.float64)
     step = 0.3 * three.min() / direction.abs().max()
 
@@ -132,7 +132,7 @@ def test_a_smaller_mean_needs_a_steeper_slope():
     assert len(set(slopes)) == len(means)
 
 
-def test_next_to_the_middle_the_slope_is_that_of_the_series():
+def test_near_the_middle_the_slope_follows_the_series():
     length = 1000
     middle = (length - 1) / 2
     for share in (1e-4, 1e-5, 1e-7, 1e-9):  # of the way from the middle to 0
@@ -141,7 +141,7 @@ def test_next_to_the_middle_the_slope_is_that_of_the_series():
         assert slopes[0] == pytest.approx(12 * middle * share / (length**2 - 1), rel=1e-4)
 
 
-def test_one_mean_per_head():
+def test_each_head_may_have_its_mean():
     prior = Laplace.from_mean_distance([2.0, 30.0], 256, learn=True)
     assert prior.num_heads == 2
     assert prior.log_slope.requires_grad
@@ -154,14 +154,14 @@ def test_one_mean_per_head():
     assert again.slopes == prior.slopes
 
 
-def test_far_longer_than_its_mean_it_is_the_geometric_distribution():
+def test_long_texts_approach_the_geometric_distribution():
     prior = Laplace.from_mean_distance(10, 10**6)
     assert prior.slopes is not None
     assert prior.slopes[0] == pytest.approx(math.log1p(1 / 10), rel=1e-12)
 
 
 @pytest.mark.parametrize("mean", [4.5, 4.6, 9.0, 0.0, -1.0, math.nan, math.inf])
-def test_mean_that_is_no_recency_is_an_error(mean: float):
+def test_means_beyond_the_middle_are_refused(mean: float):
     with pytest.raises(ValueError, match=re.escape(f"mean={mean!r} must be between 0 and")):
         Laplace.from_mean_distance(mean, 10)
     with pytest.raises(ValueError, match="mean="):
@@ -169,12 +169,12 @@ def test_mean_that_is_no_recency_is_an_error(mean: float):
 
 
 @pytest.mark.parametrize("mean", ["12", ["1", "2"], None])
-def test_mean_that_is_no_number_is_an_error(mean: Any):
+def test_means_that_are_not_numbers_are_refused(mean: Any):
     with pytest.raises(ValueError, match="mean must be numbers"):
         Laplace.from_mean_distance(mean, 10)
 
 
-def test_no_mean_or_an_impossible_length_is_an_error():
+def test_missing_means_and_invalid_lengths_are_refused():
     with pytest.raises(ValueError, match="mean must hold at least one number"):
         Laplace.from_mean_distance([], 10)
     for length in (1, 0, 10.0):

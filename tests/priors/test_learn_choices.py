@@ -26,7 +26,7 @@ PARAMETERS: dict[str, dict[str, tuple[str, ...]]] = {
     "relative_buckets": {"bias": ("bias",)},
     "clipped_offsets": {"bias": ("bias",)},
 }
-"""By prior and by the names of ``learn=``: the parameters that train."""
+"""Parameters that train, by prior and names in ``learn=``."""
 
 CHOICES = [(name, choice) for name, choices in PARAMETERS.items() for choice in choices]
 
@@ -40,7 +40,7 @@ def training(prior: Any) -> set[str]:
 
 
 @pytest.mark.parametrize("name", [name for name, prior in CATALOGUE.items() if prior.learnable])
-def test_choices_share_the_parameters_out(name: str):
+def test_choices_partition_the_parameters(name: str):
     parts = [training(build(name, choice)) for choice in CATALOGUE[name].learnable]
     assert all(parts)
     assert sorted(key for part in parts for key in part) == sorted(training(build(name, True)))
@@ -48,14 +48,14 @@ def test_choices_share_the_parameters_out(name: str):
 
 @pytest.mark.parametrize("form", [str, lambda choice: [choice], lambda choice: {choice}])
 @pytest.mark.parametrize(("name", "choice"), CHOICES)
-def test_one_name_lets_its_parameters_alone_train(name: str, choice: str, form: Any):
+def test_one_name_trains_only_its_parameters(name: str, choice: str, form: Any):
     prior = build(name, form(choice))
     assert training(prior) == set(PARAMETERS[name][choice])
     assert prior.to_config()["learn"] == [choice]
 
 
 @pytest.mark.parametrize("name", list(PARAMETERS))
-def test_true_is_all_and_false_is_none(name: str):
+def test_true_trains_all_and_false_none(name: str):
     assert training(build(name, True)) == {key for keys in PARAMETERS[name].values() for key in keys}
     assert build(name, True).to_config()["learn"] == list(PARAMETERS[name])
     for none in (False, ()):
@@ -64,18 +64,18 @@ def test_true_is_all_and_false_is_none(name: str):
 
 
 @pytest.mark.parametrize("name", list(PARAMETERS))
-def test_unknown_name_is_an_error_that_lists_the_known(name: str):
+def test_unknown_names_raise_an_error_that_lists_known_names(name: str):
     known = ", ".join(PARAMETERS[name])
     for learn in ("everything", [next(iter(PARAMETERS[name])), "everything"]):
         with pytest.raises(ValueError, match=rf"learn=.* can learn {known}, not 'everything'"):
             build(name, learn)
 
 
-def test_choice_is_kept_in_one_order():
+def test_choices_have_a_canonical_order():
     assert GeneralizedGaussian(2, learn=["mu", "alpha"]).to_config()["learn"] == ["alpha", "mu"]
 
 
-def test_defaults():
+def test_default_choices():
     assert training(Laplace(2)) == set()
     assert training(GeneralizedGaussian(2)) == {"theta_alpha", "theta_beta"}
     mlp = set(PARAMETERS["key_sink"]["mlp"])

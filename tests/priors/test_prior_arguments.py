@@ -1,4 +1,4 @@
-"""Impossible constructor arguments: each error names the argument and shows the value."""
+"""Invalid constructor arguments: each error names the argument and shows the value."""
 
 import math
 import re
@@ -84,7 +84,7 @@ BAD: list[tuple[Callable[..., Any], dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("prior", "arguments"), BAD)
-def test_impossible_argument_is_named(prior: Callable[..., Any], arguments: dict[str, Any]):
+def test_invalid_arguments_are_named(prior: Callable[..., Any], arguments: dict[str, Any]):
     argument, value = list(arguments.items())[-1]
     shown = "" if argument == "slopes" else re.escape(repr(value))
     with pytest.raises(ValueError, match=rf"\b{argument}\b.*{shown}"):
@@ -93,7 +93,7 @@ def test_impossible_argument_is_named(prior: Callable[..., Any], arguments: dict
 
 @pytest.mark.parametrize("heads", [0, -1, 2.0, "4", True, None])
 @pytest.mark.parametrize("name", list(SAMPLES))
-def test_number_of_heads_is_a_positive_integer(name: str, heads: Any):
+def test_num_heads_must_be_a_positive_integer(name: str, heads: Any):
     with pytest.raises(ValueError, match=re.escape(f"num_heads must be a positive integer, got {heads!r}")):
         make(name, SAMPLES[name][0], heads)
 
@@ -108,28 +108,28 @@ def test_smallest_sizes_are_allowed():
     Window(1, 1)
 
 
-def test_sum_of_nothing_is_an_error():
+def test_empty_sums_are_refused():
     with pytest.raises(ValueError, match="priors must hold at least one prior"):
         Sum([])
 
 
 @pytest.mark.parametrize("priors", [None, 3, "laplace", ["laplace"], Laplace(2), {"name": "laplace"}])
-def test_sum_of_what_are_no_priors_is_an_error(priors: Any):
+def test_sums_of_other_objects_are_refused(priors: Any):
     with pytest.raises(ValueError, match=re.escape(f"priors must be a list of priors, got {priors!r}")):
         Sum(priors)
 
 
 @pytest.mark.parametrize("scale", [SSMax, ResidualSSMax])
-def test_whether_a_scale_multiplies_the_prior_is_a_boolean(scale: type[SSMax]):
+def test_include_prior_must_be_a_boolean(scale: type[SSMax]):
     with pytest.raises(ValueError, match="include_prior must be True or False, got 'no'"):
         scale(2, include_prior="no")  # pyright: ignore[reportArgumentType]
 
 
-def test_whether_values_have_vectors_is_a_boolean():
+def test_values_must_be_a_boolean():
     with pytest.raises(ValueError, match="values must be True or False, got 'no'"):
         ShawVectors(4, values="no")  # pyright: ignore[reportArgumentType]
 
 
-def test_slopes_of_no_head_are_an_error():
+def test_slopes_of_no_head_are_refused():
     with pytest.raises(ValueError, match="num_heads must be a positive integer, got 0"):
         alibi_slopes(0)

@@ -1,4 +1,4 @@
-"""What holds for every prior in the catalogue."""
+"""Properties of every prior in the catalogue."""
 
 import copy
 import inspect
@@ -34,7 +34,7 @@ def test_examples_together_use_every_argument(name: str):
     assert not unused, f"{CATALOGUE[name].__name__}.examples() leaves {unused} at the default"
 
 
-# ---- descriptions
+# ---- configs
 
 
 @every_prior
@@ -48,7 +48,7 @@ def test_config_states_name_and_every_argument(name: str, arguments: dict[str, A
 
 
 @every_prior
-def test_config_makes_the_round_trip_through_json(name: str, arguments: dict[str, Any]):
+def test_configs_survive_json(name: str, arguments: dict[str, Any]):
     torch.manual_seed(0)
     prior = make(name, arguments)
     torch.manual_seed(0)
@@ -64,27 +64,27 @@ def test_config_makes_the_round_trip_through_json(name: str, arguments: dict[str
 
 
 @every_prior
-def test_config_holds_the_arguments_and_not_what_was_learned(name: str, arguments: dict[str, Any]):
+def test_configs_hold_arguments_and_no_learned_values(name: str, arguments: dict[str, Any]):
     prior = make(name, arguments)
     before = prior.to_config()
     assert randomise(prior).to_config() == before
 
 
 @every_prior
-def test_number_of_heads_may_come_from_the_surroundings(name: str, arguments: dict[str, Any]):
+def test_the_model_may_supply_num_heads(name: str, arguments: dict[str, Any]):
     prior = prior_from_config({"name": name, **arguments}, num_heads=HEADS)
     assert prior.num_heads == HEADS
     assert prior.to_config() == make(name, arguments).to_config()
 
 
 @every_prior
-def test_printed_form_states_the_arguments(name: str, arguments: dict[str, Any]):
+def test_repr_states_the_arguments(name: str, arguments: dict[str, Any]):
     printed = repr(make(name, arguments))
     for argument, value in arguments.items():
         assert f"{argument}={value!r}" in printed
 
 
-def test_printed_form_shows_the_present_parameters():
+def test_repr_shows_the_current_parameters():
     prior = GeneralizedGaussian(2, init="laplace")
     with torch.no_grad():
         prior.theta_beta.copy_(torch.tensor([-0.5, 0.25]))
@@ -93,7 +93,7 @@ def test_printed_form_shows_the_present_parameters():
     assert repr(Laplace(2) + prior).count("now alpha=") == 1  # the term prints its parameters, the sum does not
 
 
-def test_printed_form_is_short_for_many_heads_and_for_tables():
+def test_repr_is_short_for_many_heads_and_for_tables():
     many = GeneralizedGaussian(64, init="spread")
     assert "beta=[-0.5, -0.476, -0.452, -0.429, ..., 0.929, 0.952, 0.976, 1]" in repr(many)
     assert (
@@ -102,7 +102,7 @@ def test_printed_form_is_short_for_many_heads_and_for_tables():
     )
 
 
-def test_printed_form_needs_no_values():
+def test_repr_works_on_meta():
     with torch.device("meta"):
         prior = GeneralizedGaussian(2)
     assert repr(prior).endswith("keep_sign=False)")
@@ -147,7 +147,7 @@ def test_one_side_of_the_positions_may_be_batched(name: str, arguments: dict[str
 
 
 @every_prior
-def test_stationary_priors_depend_on_the_distance_alone(name: str, arguments: dict[str, Any]):
+def test_stationary_priors_depend_on_distance_only(name: str, arguments: dict[str, Any]):
     prior = randomise(make(name, arguments))
     here = prior.log_prior(POSITIONS, POSITIONS, torch.float64)
     there = prior.log_prior(POSITIONS + 1000, POSITIONS + 1000, torch.float64)
@@ -158,7 +158,7 @@ def test_stationary_priors_depend_on_the_distance_alone(name: str, arguments: di
 
 
 @every_prior
-def test_table_over_distances_takes_any_shape(name: str, arguments: dict[str, Any]):
+def test_distances_may_have_any_shape(name: str, arguments: dict[str, Any]):
     prior = randomise(make(name, arguments))
     if Structure.STATIONARY not in prior.structure:
         with pytest.raises(TypeError, match="has no log_prior_at"):
@@ -187,7 +187,7 @@ def test_lanes_reproduce_the_log_prior(name: str, arguments: dict[str, Any]):
 
 
 @every_prior
-def test_numbers_of_keys_are_the_log_prior_of_every_query(name: str, arguments: dict[str, Any]):
+def test_log_priors_of_keys_are_equal_for_every_query(name: str, arguments: dict[str, Any]):
     prior = randomise(make(name, arguments))
     if Structure.OF_KEYS not in prior.structure:
         with pytest.raises(TypeError, match="does not depend on the key alone"):
@@ -223,7 +223,7 @@ def test_positions_must_be_integer_tensors(name: str, arguments: dict[str, Any],
 
 
 @every_prior
-def test_state_makes_the_round_trip_through_safetensors(name: str, arguments: dict[str, Any]):
+def test_state_survives_safetensors(name: str, arguments: dict[str, Any]):
     prior = randomise(make(name, arguments))
     again = make(name, arguments)
 
@@ -269,7 +269,7 @@ def test_parameters_stay_in_float32_when_the_model_is_cast(
 def test_parameters_stay_in_float32_when_a_state_dict_is_assigned(
     name: str, arguments: dict[str, Any], inside: bool, device: str
 ):
-    """``device`` is that of the module: one without memory can be loaded by assignment alone."""
+    """``device`` is the module's device. A module on the meta device can be loaded by assignment only."""
     with torch.device(device):
         prior = make(name, arguments)
     module = nn.ModuleDict({"prior": prior}) if inside else prior
@@ -290,7 +290,7 @@ def test_parameters_stay_in_float32_when_a_state_dict_is_assigned(
 
 
 @every_prior_with_parameters
-def test_parameters_follow_to_another_device(name: str, arguments: dict[str, Any]):
+def test_parameters_move_to_another_device(name: str, arguments: dict[str, Any]):
     for moved in (make(name, arguments).to("meta"), make(name, arguments).to("meta", torch.bfloat16)):
         for parameter in moved.parameters():
             assert parameter.device.type == "meta"
@@ -298,7 +298,7 @@ def test_parameters_follow_to_another_device(name: str, arguments: dict[str, Any
 
 
 @every_prior
-def test_may_be_built_without_memory_and_filled_later(name: str, arguments: dict[str, Any]):
+def test_priors_may_be_built_on_meta_and_filled_later(name: str, arguments: dict[str, Any]):
     with torch.device("meta"):
         prior = make(name, arguments)
     assert all(parameter.device.type == "meta" for parameter in prior.parameters())
@@ -316,7 +316,7 @@ def test_may_be_built_without_memory_and_filled_later(name: str, arguments: dict
 
 
 @every_prior
-def test_default_device_does_not_reach_a_prior_that_has_memory(name: str, arguments: dict[str, Any]):
+def test_default_device_does_not_change_an_existing_prior(name: str, arguments: dict[str, Any]):
     prior = make(name, arguments)
     torch.manual_seed(5)
     prior.reset_parameters()
@@ -339,7 +339,7 @@ def default_bfloat16() -> Iterator[None]:
 
 @pytest.mark.usefixtures("default_bfloat16")
 @every_prior
-def test_default_dtype_does_not_reach_the_prior(name: str, arguments: dict[str, Any]):
+def test_default_dtype_does_not_change_the_prior(name: str, arguments: dict[str, Any]):
     torch.manual_seed(2)
     prior = make(name, arguments)
     below = prior.log_prior(POSITIONS, POSITIONS)
@@ -355,7 +355,7 @@ def test_default_dtype_does_not_reach_the_prior(name: str, arguments: dict[str, 
 
 
 @every_prior_with_parameters
-def test_resetting_brings_the_start_back(name: str, arguments: dict[str, Any]):
+def test_reset_parameters_restores_the_initial_ones(name: str, arguments: dict[str, Any]):
     prior = make(name, arguments)
     torch.manual_seed(3)
     prior.reset_parameters()
@@ -376,7 +376,7 @@ def test_natural_parameters_are_per_head(name: str, arguments: dict[str, Any]):
         assert value.shape[0] == HEADS
 
 
-def test_every_prior_is_itself_its_only_term():
+def test_every_prior_is_its_only_term():
     for name, samples in SAMPLES.items():
         prior: Prior = make(name, samples[0])
         assert list(prior.terms()) == [prior]

@@ -1,4 +1,4 @@
-"""What a user's own class must have to be registered, and the entry points of installed packages."""
+"""Requirements on a user's class for registration, and entry points of installed packages."""
 
 import json
 import sys
@@ -20,7 +20,7 @@ def _registered_for_one_test(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Cosine(Prior):
-    """``K(i, j) = a · cos(2π d / period)``."""
+    """Prior ``K(i, j) = a · cos(2π d / period)``."""
 
     name = "cosine"
     structure = Structure.STATIONARY
@@ -43,7 +43,7 @@ class Cosine(Prior):
         return (amplitude * torch.cos(2 * torch.pi * distance / self.period)).to(dtype)
 
 
-def test_a_registered_class_is_made_from_its_name() -> None:
+def test_a_registered_class_is_built_from_its_name() -> None:
     with pytest.raises(ValueError, match=r"unknown prior 'cosine'.*register_prior"):
         prior_from_config({"name": "cosine", "period": 7.0}, 2)
     state = torch.get_rng_state()
@@ -57,20 +57,20 @@ def test_a_registered_class_is_made_from_its_name() -> None:
     assert [*CATALOGUE][-1] == "cosine"
 
 
-def test_a_cell_of_a_notebook_may_run_twice() -> None:
+def test_a_notebook_cell_may_register_twice() -> None:
     first, second = (type("Cosine", (Cosine,), {"name": "cosine"}) for _ in range(2))
     assert register_prior(register_prior(first)) is first
     register_prior(second)
     assert CATALOGUE["cosine"] is second
 
 
-def test_a_model_without_memory_does_not_reach_the_check() -> None:
+def test_registration_works_under_the_meta_device() -> None:
     with torch.device("meta"):
         register_prior(Cosine)
 
 
 class _OwnName(Cosine):
-    """Has the name of its parent."""
+    """Class with the name of its parent."""
 
 
 class _Anonymous(Cosine):
@@ -164,7 +164,7 @@ class _NoReset(Uniform):
         (_NoReset, r"reset_parameters\(\) must set every parameter and buffer; it does not set \['slope'\]"),
     ],
 )
-def test_what_cannot_be_registered(prior: Any, message: str) -> None:
+def test_invalid_classes_are_refused(prior: Any, message: str) -> None:
     before = dict(CATALOGUE.registered)
     with pytest.raises(ValueError, match=message):
         register_prior(prior)
@@ -172,7 +172,7 @@ def test_what_cannot_be_registered(prior: Any, message: str) -> None:
 
 
 def install(folder: Path, package: str, entry_points: str) -> None:
-    """Write what pip writes of an installed package."""
+    """Write the metadata that pip writes for an installed package."""
     place = folder / f"{package}-1.0.dist-info"
     place.mkdir()
     (place / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: 1.0\n")
@@ -209,14 +209,14 @@ def test_an_installed_prior_is_imported_when_its_name_is_read(site: Path) -> Non
         prior_from_config("other", 2)
 
 
-def test_an_entry_point_has_the_priors_name(site: Path) -> None:
+def test_an_entry_point_must_have_the_priors_name(site: Path) -> None:
     (site / "flat_prior.py").write_text(SOURCE.format(name="level"))
     install(site, "flat", "flat = flat_prior:Flat")
     with pytest.raises(ValueError, match=r"flat_prior:Flat \(package flat\) is <class .*, not a prior named 'flat'"):
         prior_from_config("flat", 2)
 
 
-def test_two_packages_with_one_name_are_an_error(site: Path) -> None:
+def test_two_packages_with_one_name_are_refused(site: Path) -> None:
     install(site, "one", "flat = one:Flat")
     install(site, "two", "flat = two:Flat")
     match = r"two packages have a prior 'flat': one:Flat \(package one\) and two:Flat \(package two\); uninstall one"

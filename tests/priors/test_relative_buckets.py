@@ -4,7 +4,7 @@ import torch
 from attention_priors.priors import RelativeBuckets
 
 
-def test_near_distances_have_buckets_of_their_own_and_the_future_shares_one():
+def test_near_distances_have_own_buckets_and_the_future_shares_one():
     prior = RelativeBuckets(1)
     assert prior.bucket(torch.arange(16)).tolist() == list(range(16))
     assert prior.bucket(torch.tensor([-1, -500])).tolist() == [0, 0]
@@ -24,7 +24,7 @@ def test_buckets_do_not_depend_on_the_integer_type():
     assert torch.equal(prior.bucket(distance.int()).long(), prior.bucket(distance))
 
 
-def test_starts():
+def test_uniform_and_normal_init():
     assert RelativeBuckets(2).natural_parameters()["bias"].tolist() == [[0.0] * 32] * 2
     torch.manual_seed(0)
     bias = RelativeBuckets(500, init="normal").natural_parameters()["bias"]

@@ -16,7 +16,7 @@ thorough = settings(max_examples=examples(25))
 
 
 def directly(prior: Spectral, head: int, distance: int) -> float:
-    """The trigonometric sum, in Python's own floats."""
+    """Compute the trigonometric sum in Python floats."""
     steps = max(prior.num_frequencies - 1, 1)
     total = 0.0
     for r in range(prior.num_frequencies):
@@ -52,7 +52,9 @@ def test_frequencies_fall_geometrically_from_one_radian_to_one_over_the_base():
     st.integers(0, 1000),
     st.lists(st.integers(-FAR, FAR), min_size=1, max_size=5),
 )
-def test_is_the_direct_sum(num_frequencies: int, base: float, period: float, seed: int, distances: list[int]):
+def test_log_prior_matches_the_direct_sum(
+    num_frequencies: int, base: float, period: float, seed: int, distances: list[int]
+):
     prior = random_spectral(num_frequencies, base, seed, period=period)
     found = prior.log_prior_at(torch.tensor(distances), torch.float64)
     for head in range(2):
@@ -61,7 +63,7 @@ def test_is_the_direct_sum(num_frequencies: int, base: float, period: float, see
 
 
 @pytest.mark.parametrize("sign", [0, 1, -1], ids=["mixed", "positive", "negative"])
-def test_goat_appendix_c_weights_of_any_sign(sign: int):
+def test_goat_appendix_c_weights_may_have_any_sign(sign: int):
     prior = random_spectral(sign=sign)
     distances = [-500, -3, 0, 1, 2, 77]
     found = prior.log_prior_at(torch.tensor(distances), torch.float64)
@@ -88,10 +90,10 @@ def test_float32_is_exact_at_far_distances():
     st.lists(st.integers(0, FAR), min_size=1, max_size=3),
     st.lists(st.integers(0, FAR), min_size=1, max_size=3),
 )
-def test_goat_appendix_b_each_frequency_is_one_pair_of_lanes(
+def test_goat_appendix_b_each_frequency_is_one_pair_of_factors(
     num_frequencies: int, seed: int, queries: list[int], keys: list[int]
 ):
-    # Equations 37 and 38, and what their product is, equation 43: for each frequency by itself.
+    # Equations 37 and 38, and their product, equation 43, for each frequency separately.
     prior = random_spectral(num_frequencies, seed=seed)
     lanes = prior.lanes(torch.tensor(queries), torch.tensor(keys), dtype=torch.float64)
     for head, r in product(range(2), range(num_frequencies)):
@@ -117,7 +119,7 @@ def test_goat_appendix_b_each_frequency_is_one_pair_of_lanes(
     st.lists(st.integers(0, FAR), min_size=1, max_size=4),
     st.lists(st.integers(0, FAR), min_size=1, max_size=4),
 )
-def test_goat_proposition_f5_lanes_are_the_log_prior(
+def test_goat_proposition_f5_factors_reproduce_the_log_prior(
     num_frequencies: int, seed: int, sign: int, queries: list[int], keys: list[int]
 ):
     prior = random_spectral(num_frequencies, seed=seed, sign=sign)
@@ -157,7 +159,7 @@ def test_alpha_is_the_symmetric_and_beta_the_antisymmetric_part():
         torch.testing.assert_close(prior.log_prior_at(-distance, torch.float64), sign * past)
 
 
-def test_starts():
+def test_uniform_and_recency_init():
     natural = Spectral(3, 4).natural_parameters()
     assert natural["alpha"].tolist() == natural["beta"].tolist() == [[0.0] * 4] * 3
     torch.manual_seed(0)
@@ -166,8 +168,8 @@ def test_starts():
     assert prior.natural_parameters()["beta"].abs().max().item() == 0
 
 
-def test_sandwich_is_its_papers_formula():
-    """``Σ_k cos(d / 10000^(2k/d̄))``, ``k = 1..d̄/2``, divided by ``8h/H`` in head ``h`` (Chi et al. 2023; d̄ = 128)."""
+def test_sandwich_matches_its_papers_formula():
+    """``Σ_k cos(d / 10000^(2k/d̄))``, ``k = 1..d̄/2``, times ``H/8h`` in head ``h`` (Chi et al. 2023; d̄ = 128)."""
     heads, width = 6, 128
     half = width // 2
     prior = Spectral(heads, half, 10_000 ** (1 - 1 / half), 2 * math.pi * 10_000 ** (1 / half), "sandwich", learn=False)

@@ -1,4 +1,4 @@
-"""Priors that start from given numbers."""
+"""Priors with given initial parameters."""
 
 import math
 from typing import Any
@@ -42,7 +42,7 @@ GIVEN: dict[str, tuple[Any, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("name", GIVEN)
-def test_numbers_are_where_the_parameters_start_and_survive_a_description(name: str) -> None:
+def test_given_numbers_are_initial_and_survive_the_config(name: str) -> None:
     prior, expected = GIVEN[name]
     assert isinstance(prior, Prior)
     again = prior_from_config(prior.to_config())
@@ -57,7 +57,7 @@ def test_numbers_are_where_the_parameters_start_and_survive_a_description(name: 
             torch.testing.assert_close(natural[key], torch.tensor(values), rtol=1e-5, atol=1e-5)
 
 
-def test_what_is_missing_is_zero() -> None:
+def test_missing_parameters_start_at_0() -> None:
     assert GeneralizedGaussian(3, init={"beta": 1.0}).mu.tolist() == [0.0] * 3
     assert KeySink(2, 8, init={"bump": 1.0}).natural_parameters()["slope"].tolist() == [0.0, 0.0]
 
@@ -83,6 +83,6 @@ def test_a_sink_with_a_slope_learns_it_and_needs_a_causal_mask() -> None:
         (lambda: RelativeBuckets(1, init="steep"), "init must be one of uniform, normal; got 'steep'"),
     ],
 )  # fmt: skip
-def test_mistakes_are_named(make: Any, message: str) -> None:
+def test_invalid_numbers_are_named(make: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make()

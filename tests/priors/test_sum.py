@@ -21,7 +21,7 @@ NAMES = list(SAMPLES)
 
 
 @pytest.mark.parametrize(("left", "right"), [(a, b) for n, a in enumerate(NAMES) for b in NAMES[n:]])
-def test_log_prior_is_the_sum_of_the_parts(left: str, right: str):
+def test_log_prior_sums_the_parts(left: str, right: str):
     a = randomise(make(left, SAMPLES[left][-1]), 1)
     b = randomise(make(right, SAMPLES[right][-1]), 2)
     if {a.over_grid, b.over_grid} == {True, False}:
@@ -34,7 +34,7 @@ def test_log_prior_is_the_sum_of_the_parts(left: str, right: str):
     assert torch.isfinite(found).any()
 
 
-def test_table_over_distances_is_the_sum_of_the_parts():
+def test_table_over_distances_sums_the_parts():
     a, b = randomise(Spectral(3)), Laplace(3)
     distance = torch.arange(-9, 10)
     found = (a + b).log_prior_at(distance, torch.float64)
@@ -84,7 +84,7 @@ def test_resetting_a_sum_resets_every_part():
         (GeneralizedGaussian(2) + KeySink(2, 8), Structure(0)),
     ],
 )
-def test_structure_is_what_all_parts_share(prior: Sum, structure: Structure):
+def test_structure_is_common_to_all_parts(prior: Sum, structure: Structure):
     assert prior.structure == structure
 
 
@@ -103,13 +103,13 @@ def test_natural_parameters_are_named_after_their_part():
     assert natural["spectral.alpha"].shape == (2, 3)
 
 
-def test_heads_that_differ_are_an_error_that_names_the_priors():
+def test_different_numbers_of_heads_raise_an_error_with_the_priors():
     with pytest.raises(ValueError, match=r"equal num_heads, got Laplace\(2\), Spectral\(3\)"):
         _ = Laplace(2) + Spectral(3)
 
 
 @pytest.mark.parametrize("other", [1, None, "laplace", torch.zeros(3), nn.Identity()])
-def test_adding_anything_but_a_prior_is_an_error(other: object):
+def test_adding_other_objects_is_refused(other: object):
     with pytest.raises(TypeError):
         _ = Laplace(2) + other  # pyright: ignore[reportOperatorIssue]
 
@@ -136,27 +136,27 @@ def test_every_part_is_checked():
         prior.check(causal=False)
 
 
-def test_printed_form_shows_every_part():
+def test_repr_shows_every_part():
     printed = repr(Laplace(2) + Window(2, 7))
     assert "Laplace(num_heads=2" in printed
     assert "Window(num_heads=2, size=7)" in printed
 
 
-def test_natural_parameters_of_two_of_a_kind_are_numbered():
+def test_natural_parameters_of_equal_classes_are_numbered():
     parameters = (Laplace(2) + Laplace(2, slopes=[1, 2])).natural_parameters()
 
     torch.testing.assert_close(parameters["laplace.slope"], Laplace(2).slope.detach())
     torch.testing.assert_close(parameters["laplace_2.slope"], torch.tensor([1.0, 2.0]))
 
 
-def test_lanes_of_a_sum_are_those_of_its_summands_side_by_side():
+def test_factors_of_a_sum_are_concatenated():
     prior = Spectral(2, num_frequencies=3, init="recency") + Spectral(2, num_frequencies=2, init="recency")
     positions = torch.arange(7)
     lanes = prior.lanes(positions, positions, dtype=torch.float64)
     torch.testing.assert_close(lanes.query @ lanes.key.T, prior.log_prior(positions, positions, torch.float64))
 
 
-def test_numbers_of_keys_of_a_sum_are_the_sum_of_its_summands():
+def test_log_priors_of_keys_are_summed():
     sinks = [KeySink(2, 16, init="recency"), KeySink(2, 16, init={"bump": 2.0})]
     positions = torch.arange(7)
     expected = sinks[0].log_prior_of_key(positions) + sinks[1].log_prior_of_key(positions)

@@ -25,7 +25,7 @@ def test_window_is_zero_inside_and_minus_infinity_outside(size: int):
             assert found[:, i, j].tolist() == [expected] * 2
 
 
-def test_window_keeps_its_mask_apart_from_its_finite_log_prior():
+def test_window_separates_its_mask_from_its_finite_log_prior():
     positions = torch.arange(8)
     bias, visible = Window(2, 3).bias_and_visibility(positions, positions)
     assert bias.tolist() == torch.zeros(2, 8, 8).tolist()
@@ -49,7 +49,7 @@ def test_uniform_is_zero_everywhere_and_hides_nothing():
     assert prior.log_prior_at(torch.tensor([-(2**20), 0, 7])).tolist() == [[0.0] * 3] * 3
 
 
-def test_uniform_needs_no_lanes():
+def test_uniform_has_no_factors():
     lanes = Uniform(3).lanes(torch.arange(8).view(2, 4), torch.arange(10).view(2, 5), dtype=torch.float64)
     assert lanes.query.shape == (2, 3, 4, 0)
     assert lanes.key.shape == (2, 5, 0)
