@@ -1,4 +1,4 @@
-"""Small cases, and contenders that do what a test wants."""
+"""Small cases, and ways with scripted behaviour."""
 
 from collections.abc import Callable
 from typing import Any
@@ -23,7 +23,7 @@ def recipe(**changes: Any) -> BenchRecipe:
 
 
 def made(name: str, compute: Callable[[Inputs], Tensor], **options: Any) -> Way:
-    """Return a contender whose output is expected to be that of plain attention."""
+    """Return a way whose expected output is plain attention."""
 
     def prepare(case: Case, inputs: Inputs) -> Prepared:
         return prepared(case, inputs, lambda: compute(inputs))

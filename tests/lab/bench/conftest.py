@@ -11,6 +11,6 @@ def quiet() -> Console:
 
 @pytest.fixture
 def no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Measure time alone, and briefly: peak memory takes a process for each measurement."""
+    """Measure only time, and briefly. Peak memory needs a process for each measurement."""
     monkeypatch.setattr(measure, "can_measure", lambda device: False)
     monkeypatch.setattr(measure, "SHORTEST", 1e-5)

@@ -1,4 +1,4 @@
-"""What the command says, and refuses before any work."""
+"""Messages of the command ``attention-priors bench``, and errors before any work."""
 
 from pathlib import Path
 
@@ -55,7 +55,7 @@ def test_a_benchmark_writes_results_tables_and_figures(no_memory, drawn):
         (["missing.yaml", "--heads", "3"], "--heads: not allowed with a recipe; set these values in the recipe"),
     ],
 )
-def test_bad_options_are_one_line_and_no_work(arguments, complaint):
+def test_invalid_options_raise_one_line_before_any_work(arguments, complaint):
     code, output = invoke(*arguments)
     assert code == 1
     assert output.count("error:") == 1
@@ -63,7 +63,7 @@ def test_bad_options_are_one_line_and_no_work(arguments, complaint):
     assert list(Path().iterdir()) == []
 
 
-def test_mistakes_in_a_recipe_are_named():
+def test_invalid_recipes_are_named():
     Path("wrong.yaml").write_text("parts: [{lengths: [64], way: [plain]}]\nrepetition: 3\n")
     code, output = invoke("wrong.yaml")
     assert code == 1
@@ -71,7 +71,7 @@ def test_mistakes_in_a_recipe_are_named():
     assert "parts.0.way: unknown key (value ['plain']); allowed here are lengths, passes, ways" in output
 
 
-def test_an_output_that_cannot_be_written_is_one_line():
+def test_unwritable_outputs_raise_one_line():
     Path("mine").write_text("a file in the way")
     code, output = invoke(*SMALL, "--lengths", "16", "--output", "mine")
     assert code == 1

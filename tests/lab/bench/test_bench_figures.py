@@ -1,4 +1,4 @@
-"""Tables and figures of made-up results."""
+"""Tables and figures of synthetic results."""
 
 import copy
 from typing import Any
@@ -68,7 +68,7 @@ def drawn(axes: Any) -> dict[str, Line2D]:
     return {line.get_gid(): line for line in axes.lines if line.get_gid()}
 
 
-def test_lines_hold_the_medians(results):
+def test_lines_show_the_medians(results):
     figure = against_length(results, "forward", "time")
     ours, others = figure.axes
     lines = drawn(ours)
@@ -76,12 +76,12 @@ def test_lines_hold_the_medians(results):
     assert np.array_equal(x, LENGTHS)
     assert np.array_equal(y, [1e-9 * length for length in LENGTHS])
     assert ours.get_xscale() == others.get_yscale() == "log"
-    # The limit stands in both panels, this library in one.
+    # The limit is in both panels, this library in one.
     assert "others:plain" in drawn(others)
     assert "others:attend-window" not in drawn(others)
 
 
-def test_legends_tell_want_of_memory_from_errors(results):
+def test_legends_distinguish_missing_memory_from_errors(results):
     for row in results["rows"]:
         if row["way"] == "bloom":
             row |= {"status": "not run", "reason": "needs 99.0 GiB; 20.0 GiB may be used"}
@@ -91,7 +91,7 @@ def test_legends_tell_want_of_memory_from_errors(results):
     assert "goat-attention: cannot run" in texts
 
 
-def test_legends_hold_powers_and_what_could_not_run(results):
+def test_legends_show_powers_and_failures(results):
     ours, others = against_length(results, "forward", "time").axes
     legends = [legend for axes in (ours, others) if (legend := axes.get_legend()) is not None]
     texts = [text.get_text() for legend in legends for text in legend.get_texts()]
@@ -103,7 +103,7 @@ def test_legends_hold_powers_and_what_could_not_run(results):
     assert "stopped:attend-alibi" not in drawn(ours)
 
 
-def test_no_two_lines_of_a_panel_look_the_same(results):
+def test_lines_of_a_panel_have_distinct_styles(results):
     for axes in against_length(results, "forward", "time").axes:
         looks = [
             (line.get_color(), line.get_marker(), line.get_linestyle())
@@ -114,7 +114,7 @@ def test_no_two_lines_of_a_panel_look_the_same(results):
         assert sum(color == "#000000" for color, *_ in looks) == 1
 
 
-def test_files(results, tmp_path):
+def test_figures_are_written(results, tmp_path):
     assert [path.name for path in write_figures(results, tmp_path)] == ["time_forward.png", "memory_forward.png"]
     for row in results["rows"]:
         if row["status"] == "measured":
@@ -122,7 +122,7 @@ def test_files(results, tmp_path):
     assert [path.name for path in write_figures(results, tmp_path)] == ["time_forward.png"]
 
 
-def test_tables(results):
+def test_tables_show_medians_and_ratios(results):
     by_title = {table.caption: table for table in tables(results)}
     time = by_title["Time: forward"]
     assert time.header == ["", *(f"L = {length}" for length in LENGTHS), "growth"]
@@ -136,7 +136,7 @@ def test_tables(results):
     assert [*map(str, compared)] == ["dense formula, ALiBi", "attend, ALiBi", "12.0× (11.0–13.0)"]
 
 
-def test_nothing_is_dropped(results):
+def test_pages_name_every_failure(results):
     text = "\n".join(failures(results))
     assert "goat-attention, forward, 1024 and 8192 tokens: cannot run: goat-attention is not installed" in text
     assert "BLOOM's ALiBi, forward, 16384 and 32768 tokens: not run: needs 99.0 GiB; 20.0 GiB may be used" in text
@@ -158,5 +158,5 @@ def test_nothing_is_dropped(results):
         (123.4, "123 s"),
     ],
 )
-def test_times(seconds, text):
+def test_times_have_three_digits(seconds, text):
     assert seconds_text(seconds) == text

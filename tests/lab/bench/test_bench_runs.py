@@ -1,4 +1,4 @@
-"""A benchmark from start to end: what it writes, how it goes on, and what it says when something fails."""
+"""Whole benchmarks: written files, resumption, and messages about failures."""
 
 import json
 import sys
@@ -28,12 +28,12 @@ def row_of(results: dict[str, Any], way: str, passing: str = "forward", length: 
     return row
 
 
-def test_what_is_written(tmp_path, quiet, no_memory):
+def test_results_tables_and_figures_are_written(tmp_path, quiet, no_memory):
     ways = ("attend-alibi", "attend-goat", "formula-alibi")
     passes: tuple[Pass, ...] = ("forward", "forward+backward", "decode")
     results = bench(recipe(ways=ways, passes=passes, lengths=(16, 32)), tmp_path, console=quiet)
     assert json.loads((tmp_path / "results.json").read_text()) == results
-    # Baselines come along.
+    # Baselines are measured too.
     for passing in passes:
         for length in (16, 32):
             seconds = {}
@@ -65,7 +65,7 @@ def test_what_is_written(tmp_path, quiet, no_memory):
     assert "Peak memory" not in table
 
 
-def test_beside_neighbours(tmp_path, quiet, no_memory):
+def test_ways_are_measured_beside_neighbours(tmp_path, quiet, no_memory):
     results = bench(recipe(neighbours=1), tmp_path, console=quiet)
     row, plain = row_of(results, "attend-alibi"), row_of(results, "plain")
     busy = row["beside_neighbours"]
@@ -87,7 +87,7 @@ def test_neighbours_are_busy_and_end():
     assert not any(child.is_running() for child in own)
 
 
-def test_what_is_finished_is_not_run_again(tmp_path, quiet, no_memory, monkeypatch):
+def test_finished_measurements_are_reused(tmp_path, quiet, no_memory, monkeypatch):
     first = bench(recipe(), tmp_path, console=quiet)
 
     def never(self: Runner) -> float:
@@ -97,16 +97,16 @@ def test_what_is_finished_is_not_run_again(tmp_path, quiet, no_memory, monkeypat
         patch.setattr(Runner, "measure", never)
         again = bench(recipe(), tmp_path, console=quiet)
     assert again["rows"] == first["rows"]
-    # More ways and lengths join; what was there stays.
+    # New ways and lengths are added to the existing ones.
     more = bench(recipe(ways=("formula-alibi",), lengths=(16, 24)), tmp_path, console=quiet)
     assert row_of(more, "attend-alibi") == row_of(first, "attend-alibi")
     assert row_of(more, "formula-alibi", length=24)["status"] == "measured"
-    # What joined was measured beside its own baseline.
+    # New ways are measured beside their own baseline.
     row = row_of(more, "formula-alibi")
     assert row["ratios"] != [a / b for a, b in zip(row["seconds"], row_of(first, "plain")["seconds"], strict=True)]
 
 
-def test_an_interrupted_benchmark_goes_on_from_the_last_repetition(tmp_path, quiet, no_memory, monkeypatch):
+def test_an_interrupted_benchmark_resumes_after_the_last_repetition(tmp_path, quiet, no_memory, monkeypatch):
     calls = {"left": 12}
     measure = Runner.measure
 
@@ -152,14 +152,14 @@ def test_a_contender_that_fails_is_shown_with_its_error(tmp_path, quiet, no_memo
     table = markdown_tables(results)
     assert "made for a test: broken, forward, 16 tokens: cannot run: NotImplementedError: no such" in table
     before = json.loads((tmp_path / "measurements" / "forward-16.json").read_text())["sittings"]
-    # A cure is noticed by the same command; what still fails costs no new repetitions.
+    # The same command notices a repaired way. A way that still fails costs no new repetitions.
     bench(recipe(ways=("wrong", "broken")), tmp_path, console=quiet)
     assert json.loads((tmp_path / "measurements" / "forward-16.json").read_text())["sittings"] == before
     monkeypatch.setitem(WAYS, "broken", made("broken", plainly))
     assert row_of(bench(wanted, tmp_path, console=quiet), "broken")["status"] == "measured"
 
 
-def test_what_does_not_fit_is_not_run(tmp_path, quiet, no_memory, monkeypatch):
+def test_ways_that_do_not_fit_into_memory_are_not_run(tmp_path, quiet, no_memory, monkeypatch):
     monkeypatch.setitem(WAYS, "huge", made("huge", plainly, kept=2**23, forward=2**22))
     results = bench(recipe(ways=("huge",)), tmp_path, memory_limit=20, console=quiet)
     row = row_of(results, "huge")
@@ -169,7 +169,7 @@ def test_what_does_not_fit_is_not_run(tmp_path, quiet, no_memory, monkeypatch):
     )
 
 
-def test_measurements_that_do_not_belong_together_are_refused(tmp_path, quiet, no_memory):
+def test_incompatible_measurements_are_refused(tmp_path, quiet, no_memory):
     before = torch.get_num_threads()
     settings: dict[str, Any] = {"repetitions": 1, "threads": before + 1}
     bench(recipe(**settings), tmp_path, console=quiet)
@@ -187,8 +187,8 @@ def test_measurements_that_do_not_belong_together_are_refused(tmp_path, quiet, n
         bench(recipe(**settings), tmp_path, console=quiet)
 
 
-def test_the_fingerprint_of_the_code_covers_all_that_is_measured():
-    """Files that no pattern matches could change between measurements that stand side by side."""
+def test_the_code_fingerprint_covers_all_measured_files():
+    """Files outside the patterns could change between measurements that are compared."""
     package = Path(attention_priors.__file__).parent
     covered = {path.relative_to(package).as_posix() for pattern in CODE for path in package.glob(pattern)}
     for file in ("attention/attend.py", "attention/tiles/__init__.py", "priors/laplace.py", "lab/bench/measure.py"):
@@ -196,8 +196,8 @@ def test_the_fingerprint_of_the_code_covers_all_that_is_measured():
 
 
 @pytest.mark.skipif(not LINUX, reason="peak memory is Linux's to tell")
-def test_peak_memory_is_that_of_the_pass_alone():
-    """The dense formula with a given bias holds three matrices of queries by keys; plain attention, its output."""
+def test_peak_memory_excludes_the_inputs():
+    """The dense formula with a given bias holds three matrices of queries by keys. Plain attention holds its output."""
     this = replace(case(length=1024, heads=4, head_dim=16))
     plain = measure.peak(WAYS["plain"], this, 1)
     dense = measure.peak(WAYS["formula-alibi"], this, 1)
@@ -205,12 +205,12 @@ def test_peak_memory_is_that_of_the_pass_alone():
     assert output <= plain < 4 * output + 2**20
     estimate = sum(WAYS["formula-alibi"].need(this))
     assert abs(dense - estimate) < 0.2 * estimate
-    # What a contender raises there comes back in words.
+    # An exception of the measuring process is returned as its message.
     with pytest.raises(CannotRunError, match="leaves no dimension for content"):
         measure.peak(WAYS["attend-goat-inside"], case(head_dim=16), 1)
 
 
-def test_short_passes_are_measured_many_at_a_time():
+def test_short_passes_are_measured_in_groups():
     this = case("decode")
     ran = []
     prepared = WAYS["plain"].prepare(this, make_inputs(this))
@@ -227,8 +227,8 @@ def test_short_passes_are_measured_many_at_a_time():
     assert len(ran) == runner.calls
 
 
-def test_the_published_recipes_can_be_read(tmp_path):
-    """Those for a GPU too, on machines without one."""
+def test_the_published_recipes_are_valid(tmp_path):
+    """Recipes for a GPU are valid on machines without one."""
     paths = sorted((Path(__file__).parents[3] / "benchmarks").glob("*.yaml"))
     assert len(paths) >= 4
     for path in paths:

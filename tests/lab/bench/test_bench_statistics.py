@@ -1,4 +1,4 @@
-"""Medians, ratios and exponents on numbers whose answers are known."""
+"""Medians, ratios and exponents of numbers with known answers."""
 
 import math
 import random
@@ -12,14 +12,14 @@ from attention_priors.lab.bench.run import sittings
 from attention_priors.lab.bench.way import Need
 
 
-def test_median_and_quartiles():
+def test_median_and_quartiles_are_exact():
     assert spread([5, 1, 4, 2, 3]) == [3, 2, 4]
     assert spread([1, 2]) == [1.5, 1.25, 1.75]
     assert spread([7]) == [7, 7, 7]
 
 
-def test_ratios_are_taken_inside_a_repetition():
-    """A machine that is twice as slow in one repetition changes no ratio, though it changes the medians."""
+def test_ratios_are_taken_within_a_repetition():
+    """A machine that is half as fast in one repetition changes the medians, but no ratio."""
     rounds = [{"way": 3 * noise, "plain": 2 * noise} for noise in (1, 2, 8)]
     assert ratios(rounds, "way", "plain") == [1.5, 1.5, 1.5]
 
@@ -32,7 +32,7 @@ def test_growth_finds_the_power(exponent):
     assert fit[1] == [512, 1024, 2048]
 
 
-def test_growth_is_fitted_over_long_lengths_where_there_are_three():
+def test_growth_is_fitted_to_three_or_more_long_lengths():
     constant_then_square = {length: 0.1 + 1e-6 * length**2 for length in (1024, 2048, 8192, 16384, 32768)}
     fit = growth(constant_then_square)
     assert fit is not None
@@ -50,14 +50,14 @@ def test_growth_needs_two_values_above_zero():
     assert growth({}) is None
 
 
-def test_growth_through_noise():
+def test_growth_is_robust_to_noise():
     noise = random.Random(0)
     fit = growth({2**power: 2.0 ** (1.5 * power) * noise.uniform(0.95, 1.05) for power in range(10, 16)})
     assert fit is not None
     assert abs(fit[0] - 1.5) < 0.05
 
 
-def test_every_repetition_runs_every_way_once_in_an_order_of_its_own():
+def test_every_repetition_runs_every_way_once_in_a_new_order():
     ran: list[str] = []
 
     def measure(name: str) -> float:
@@ -69,7 +69,7 @@ def test_every_repetition_runs_every_way_once_in_an_order_of_its_own():
     assert all(sorted(entry) == names for entry in rounds)
     assert [name for entry in rounds for name in entry] == ran
     assert len({tuple(entry) for entry in rounds}) > 3
-    # An interrupted benchmark goes on with the orders that it would have had.
+    # A resumed benchmark uses the orders of an uninterrupted one.
     again = list(repetitions(measure, names, 7, 12, seed=3))
     assert [list(entry) for entry in again] == [list(entry) for entry in rounds[7:]]
     assert [list(e) for e in repetitions(measure, names, 0, 12, seed=4)] != [list(entry) for entry in rounds]
@@ -85,6 +85,6 @@ def test_ways_share_a_sitting_while_their_memory_fits():
         ["plain", "attend-alibi", "formula-alibi", "sdpa-bias-alibi"],
         ["plain", "attend-alibi", "x-transformers"],
     ]
-    # What joins later brings its baseline and its counterpart.
+    # A way that is added later brings its baseline and its counterpart.
     assert sittings(["x-transformers"], available, needs, 100) == [["plain", "attend-alibi", "x-transformers"]]
     assert sittings(["x-transformers"], ["plain", "x-transformers"], needs, 100) == [["plain", "x-transformers"]]

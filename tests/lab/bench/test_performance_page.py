@@ -1,4 +1,4 @@
-"""The figures of docs/performance.md are those of the results that it links to."""
+"""The numbers of docs/performance.md are in the results that it links to."""
 
 import json
 import re
@@ -13,7 +13,7 @@ LINK = re.compile(r"\]\((benchmarks/[\w-]+)(?:/table\.md|\.json)\)")
 
 
 def tables() -> list[tuple[str, list[list[str]]]]:
-    """The rows of each table of the page that shows times or memory, and the folder that was linked to last."""
+    """Return the rows of each table of the page that shows times or memory, with the last linked folder."""
     found: list[tuple[str, list[list[str]]]] = []
     folder, inside = "", False
     for line in PAGE.splitlines():
@@ -32,7 +32,7 @@ def pieces(text: str) -> list[str]:
 
 
 def measured(folder: str) -> dict[str, set[str]]:
-    """By the name of a way, all that the tables of its results say of it."""
+    """Return the texts of all cells of the results' tables, by the label of the way."""
     said: dict[str, set[str]] = {}
     if folder == "benchmarks/attached":
         for row in json.loads((DOCS / f"{folder}.json").read_text(encoding="utf-8"))["results"]:
@@ -46,7 +46,7 @@ def measured(folder: str) -> dict[str, set[str]]:
     return said
 
 
-def test_each_cell_is_of_the_results() -> None:
+def test_every_cell_is_in_the_results() -> None:
     assert len(tables()) >= 5
     for folder, rows in tables():
         said = measured(folder)
@@ -55,7 +55,7 @@ def test_each_cell_is_of_the_results() -> None:
                 assert piece in said[label], (folder, label, piece)
 
 
-def test_tables_of_the_folders_are_made_of_their_results() -> None:
+def test_tables_match_their_results() -> None:
     folders = sorted(path.parent for path in (DOCS / "benchmarks").glob("*/results.json"))
     assert folders
     for folder in folders:

@@ -1,4 +1,4 @@
-"""Every contender computes what it is said to: a benchmark of something else would be worth nothing."""
+"""Every way computes its stated function."""
 
 import importlib.util
 import sys
@@ -42,7 +42,7 @@ def run(name: str, case: Case) -> tuple[Tensor, float]:
 
 @pytest.mark.parametrize("passing", ["forward", "decode"])
 @pytest.mark.parametrize("name", [name for name in LINE_WAYS if name not in COMPILED])
-def test_outputs_are_those_of_the_reference(name: str, passing: Pass):
+def test_outputs_match_the_reference(name: str, passing: Pass):
     skip_what_is_missing(name)
     for length in (16, 45):
         _, error = run(name, case(passing, length, batch=2))
@@ -53,20 +53,20 @@ GRID_WAYS = [name for name in WAYS if name.startswith("grid-")]
 
 
 @pytest.mark.parametrize("name", GRID_WAYS)
-def test_outputs_over_grids_are_those_of_the_reference(name: str):
+def test_outputs_over_grids_match_the_reference(name: str):
     for length in (16, 49):
         _, error = run(name, case("forward", length, batch=2))
         assert error < 3e-6
 
 
 @pytest.mark.parametrize("name", GRID_WAYS)
-def test_grids_are_squares_that_are_read_at_once(name: str):
+def test_grids_must_be_square_and_cannot_decode(name: str):
     for this in (case("decode", 16), case("forward", 20)):
         with pytest.raises(CannotRunError, match=r"decode|20 patches do not form a square grid"):
             WAYS[name].prepare(this, make_inputs(this))
 
 
-def test_gradients_over_grids_are_those_of_the_dense_bias():
+def test_gradients_over_grids_match_the_dense_bias():
     this = case("forward+backward", 25)
     inputs = make_inputs(this)
     weights = torch.randn(this.batch, this.heads, 25, this.head_dim, generator=torch.Generator().manual_seed(1))
@@ -77,21 +77,21 @@ def test_gradients_over_grids_are_those_of_the_dense_bias():
         torch.testing.assert_close(mine, theirs, rtol=2e-4, atol=2e-5)
 
 
-def test_flex_attention_agrees():
-    """The score of a learned table, which is the one with an offset to get wrong; compiling takes seconds."""
+def test_flex_attention_matches_the_reference():
+    """Tests the score of a learned table, whose offset may be wrong. Compilation takes seconds."""
     _, error = run("flex-ggd", case("forward", 130))
     assert error < 3e-6
 
 
-def test_the_causal_blocks_are_those_that_flex_attention_makes():
+def test_causal_blocks_match_flex_attentions():
     for length in (1, 128, 300):
         made = create_block_mask(lambda b, h, i, j: i >= j, None, None, length, length, device="cpu")
         assert torch.equal(peers.causal_blocks(length, "cpu").to_dense(), made.to_dense())
 
 
 @pytest.mark.parametrize("passing", ["forward", "decode"])
-def test_something_else_is_noticed(passing: Pass):
-    """Priors that differ a little, or a mask that is missing, are errors beyond what rounding explains."""
+def test_other_functions_are_detected(passing: Pass):
+    """Slightly different priors, or a missing mask, give errors far above rounding."""
     this = case(passing)
     inputs = make_inputs(this)
     prepared = WAYS["attend-alibi"].prepare(this, inputs)
@@ -108,7 +108,7 @@ def heads_first(case: Case, gradient: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     "name", [name for name in LINE_WAYS if WAYS[name].counterpart is not None and name not in COMPILED]
 )
-def test_gradients_are_those_of_the_reference(name: str):
+def test_gradients_match_the_reference(name: str):
     skip_what_is_missing(name)
     this = case("forward+backward", 29)
     inputs = make_inputs(this)
@@ -125,7 +125,7 @@ def test_gradients_are_those_of_the_reference(name: str):
     query, key, value = tensors
     prior = None
     if name.startswith("goat"):
-        # What the package calls its prior, out of its own parameters.
+        # The package's prior, computed from its own parameters.
         content = peers.goat_content(this)
         module: Any = next(cell for cell in free_variables(prepared.run) if isinstance(cell, torch.nn.Module))
         prior = Spectral(this.heads, peers.GOAT_FREQUENCIES)
@@ -155,7 +155,7 @@ def free_variables(function: Any) -> list[Any]:
     return [cell.cell_contents for cell in function.__closure__]
 
 
-def test_every_way_is_described_and_names_ways_that_exist():
+def test_every_way_has_a_description_and_valid_references():
     labels = [way.label for way in WAYS.values()]
     assert len(set(labels)) == len(labels)
     for name, way in WAYS.items():
@@ -166,7 +166,7 @@ def test_every_way_is_described_and_names_ways_that_exist():
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="Windows cannot copy a process")
-def test_no_peer_is_imported_before_it_is_asked_for(tmp_path: Path):
+def test_peers_are_imported_on_demand(tmp_path: Path):
     peers = {"x_transformers", "goat"}
 
     def import_anew() -> None:

@@ -26,21 +26,21 @@ def embedded() -> Corpus:
     return load_corpus("embedded")
 
 
-def test_embedded_corpus_is_the_same_on_every_load(embedded: Corpus):
+def test_embedded_corpus_is_equal_on_every_load(embedded: Corpus):
     again = load_corpus("embedded")
 
     assert again == embedded
     assert again.fingerprint == embedded.fingerprint
 
 
-def test_embedded_corpus_is_large_and_about_a_twentieth_of_its_documents_is_held_out(embedded: Corpus):
+def test_embedded_corpus_is_large_and_holds_out_5_percent(embedded: Corpus):
     count = len(embedded.train) + len(embedded.held_out)
 
     assert _size(embedded.train) > 5_000_000
     assert 0.025 < len(embedded.held_out) / count < 0.1
 
 
-def test_embedded_corpus_holds_code_and_prose_but_no_tests_nor_installed_packages(embedded: Corpus):
+def test_embedded_corpus_has_code_and_prose_only(embedded: Corpus):
     names = _names(embedded.train) + _names(embedded.held_out)
 
     assert "json/decoder.py" in names
@@ -54,15 +54,15 @@ def test_no_held_out_text_is_in_the_training_part(embedded: Corpus):
     assert not {document.text for document in embedded.train} & {document.text for document in embedded.held_out}
 
 
-def test_max_characters_keeps_exactly_that_many_and_the_whole_held_out_part(embedded: Corpus):
+def test_max_characters_cuts_only_the_training_part(embedded: Corpus):
     part = load_corpus("embedded", max_characters=1_000_000)
 
     assert _size(part.train) == 1_000_000
     assert part.held_out == embedded.held_out
     whole = set(embedded.train)
-    assert sum(document not in whole for document in part.train) <= 1  # the last one, cut
+    assert sum(document not in whole for document in part.train) <= 1  # the last document is cut
     initials = {name[0].lower() for name in _names(part.train)}
-    assert {"a", "u"} <= initials  # from everywhere, not the first of the alphabet
+    assert {"a", "u"} <= initials  # from the whole corpus, not the first names of the alphabet
 
 
 def test_max_characters_above_the_size_keeps_everything(embedded: Corpus):
@@ -70,12 +70,12 @@ def test_max_characters_above_the_size_keeps_everything(embedded: Corpus):
 
 
 @pytest.mark.parametrize("max_characters", [0, -5])
-def test_max_characters_below_one_is_an_error(max_characters: int):
+def test_max_characters_below_one_is_refused(max_characters: int):
     with pytest.raises(ValueError, match=f"max_characters must be at least 1.*{max_characters}"):
         load_corpus("embedded", max_characters=max_characters)
 
 
-def test_folder_is_read_recursively_in_order_without_hidden_files(tmp_path: Path):
+def test_folders_are_read_recursively_in_order_without_hidden_files(tmp_path: Path):
     _write(tmp_path, 40)
     (tmp_path / "deep" / "er").mkdir(parents=True)
     (tmp_path / "deep" / "er" / "leaf.md").write_text("leaf")
@@ -91,7 +91,7 @@ def test_folder_is_read_recursively_in_order_without_hidden_files(tmp_path: Path
     assert corpus.name == tmp_path.name
 
 
-def test_folder_lists_the_files_it_could_not_use(tmp_path: Path):
+def test_skipped_files_of_a_folder_are_listed(tmp_path: Path):
     _write(tmp_path, 3)
     (tmp_path / "nul.bin").write_bytes(b"a\0b")
     (tmp_path / "latin.txt").write_bytes("é".encode("latin-1"))
@@ -110,7 +110,7 @@ def test_folder_lists_the_files_it_could_not_use(tmp_path: Path):
     assert "zcopy.txt: it is a copy of 001.txt" in corpus.skipped
 
 
-def test_folder_without_text_is_an_error_that_says_what_was_skipped(tmp_path: Path):
+def test_folders_without_text_raise_an_error_that_lists_skipped_files(tmp_path: Path):
     (tmp_path / "picture.png").write_bytes(b"\x89PNG\0")
 
     with pytest.raises(ValueError, match=r"holds no text file.*picture\.png.*binary"):
@@ -129,8 +129,9 @@ def test_small_folders_still_have_both_parts(tmp_path: Path, count: int):
 
 
 @pytest.mark.parametrize("position", range(6))
-def test_no_large_document_is_nearly_all_that_is_held_out_nor_a_small_one_all_of_it(tmp_path: Path, position: int):
-    # Whichever of six names the large one has: a genome with its plasmids, or a training text beside its test text.
+def test_held_out_parts_are_balanced(tmp_path: Path, position: int):
+    # The large document may have any of six names. Examples: a genome with its plasmids, a training text beside its
+    # test text.
     for index in range(6):
         size = 3000 if index == position else 10
         (tmp_path / f"{index}.txt").write_text("".join(f"line {index} {line}\n" for line in range(size)))
@@ -151,7 +152,7 @@ def test_a_document_that_fits_is_held_out_whole(tmp_path: Path):
     assert held_out.name in ("valid.txt", "test.txt")
 
 
-def test_names_that_are_no_text_can_be_written_down(tmp_path: Path):
+def test_file_names_outside_utf8_are_escaped(tmp_path: Path):
     _write(tmp_path, 3)
     try:
         (tmp_path / os.fsdecode(b"caf\xe9.txt")).write_text("un mot\n" * 10)
@@ -162,7 +163,7 @@ def test_names_that_are_no_text_can_be_written_down(tmp_path: Path):
     assert corpus.fingerprint
 
 
-def test_what_is_told_of_files_that_are_left_out():
+def test_messages_about_skipped_files():
     lines = [f"{name}: it is empty or blank" for name in "abcd"]
     assert left_out("texts", ()) is None
     assert left_out("texts", lines[:1]) == "left out: a: it is empty or blank"
@@ -170,7 +171,7 @@ def test_what_is_told_of_files_that_are_left_out():
     assert left_out("embedded", lines) is left_out("package:scipy", lines) is None
 
 
-def test_split_of_many_documents_depends_on_names_alone(tmp_path: Path):
+def test_splits_of_many_documents_depend_only_on_names(tmp_path: Path):
     for folder in ("one", "two"):
         (tmp_path / folder).mkdir()
         _write(tmp_path / folder, 60)
@@ -183,7 +184,7 @@ def test_split_of_many_documents_depends_on_names_alone(tmp_path: Path):
     assert one.fingerprint != two.fingerprint
 
 
-def test_file_is_grouped_by_paragraphs_and_loses_nothing(tmp_path: Path):
+def test_files_are_grouped_by_paragraphs_without_loss(tmp_path: Path):
     text = "\n\n".join(f"paragraph {index} " + "word " * 100 for index in range(100))
     path = tmp_path / "book.txt"
     path.write_text(text)
@@ -200,17 +201,17 @@ def test_file_is_grouped_by_paragraphs_and_loses_nothing(tmp_path: Path):
     assert corpus.held_out
 
 
-def test_a_file_is_one_document_where_nothing_is_held_out(tmp_path: Path):
+def test_a_file_without_held_out_part_is_one_document(tmp_path: Path):
     text = "\n\n".join("word " * 300 for _ in range(10))
     (tmp_path / "book.txt").write_text(text)
     name, documents, skipped = read_documents(tmp_path / "book.txt")
     assert (name, documents, skipped) == ("book.txt", (Document("book.txt", text),), ())
     corpus = load_corpus(tmp_path / "book.txt")
     copies = [line for line in corpus.skipped if "it is a copy of" in line]
-    assert len(copies) == 3  # of five pairs of paragraphs; the last one has no blank line after it
+    assert len(copies) == 3  # of five pairs of paragraphs; the last pair does not end in a blank line
 
 
-def test_no_name_is_no_folder():
+def test_an_empty_name_is_refused():
     with pytest.raises(FileNotFoundError, match="source '' does not exist"):
         load_corpus("")
 
@@ -244,7 +245,7 @@ def test_a_file_of_one_line_is_cut_at_nine_tenths(tmp_path: Path):
         (b"short\n", "too short to split.*1000"),
     ],
 )
-def test_unusable_file_is_an_error_that_names_it(tmp_path: Path, content: bytes, problem: str):
+def test_unusable_files_are_named(tmp_path: Path, content: bytes, problem: str):
     path = tmp_path / "input.txt"
     path.write_bytes(content)
 
@@ -252,12 +253,12 @@ def test_unusable_file_is_an_error_that_names_it(tmp_path: Path, content: bytes,
         load_corpus(path)
 
 
-def test_missing_source_is_an_error_that_names_it(tmp_path: Path):
+def test_missing_sources_are_named(tmp_path: Path):
     with pytest.raises(FileNotFoundError, match="nowhere"):
         load_corpus(tmp_path / "nowhere")
 
 
-def test_fingerprint_tells_names_texts_and_parts_apart():
+def test_fingerprints_depend_on_names_texts_and_parts():
     one, two = Document("a", "bc"), Document("ab", "c")
 
     fingerprints = {
@@ -282,7 +283,7 @@ def test_an_installed_package_is_a_folder_of_text():
 
 
 @pytest.mark.parametrize("name", ["no_such_package", "scipy.stats", "timeit", "", "../x"])
-def test_a_package_that_is_not_there_is_named(name: str):
+def test_missing_packages_are_named(name: str):
     """`timeit` is a module without a folder."""
     with pytest.raises(FileNotFoundError, match=f"package:{re.escape(name)}'.*installed Python package"):
         load_corpus(f"package:{name}")

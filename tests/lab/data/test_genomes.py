@@ -1,4 +1,4 @@
-"""FASTA files, whole and broken, and the tokenizer of nucleotides."""
+"""FASTA files, valid and broken, and the nucleotide tokenizer."""
 
 import bz2
 import contextlib
@@ -68,7 +68,7 @@ def test_gaps_end_contigs_and_short_runs_do_not(tmp_path: Path):
     records=st.lists(st.text(alphabet="ACGTNacgtnRYu", min_size=1, max_size=60), min_size=1, max_size=4),
     width=st.integers(1, 70),
 )
-def test_contigs_are_the_record_without_its_gaps(tmp_path_factory: pytest.TempPathFactory, records, width):
+def test_contigs_are_records_without_gaps(tmp_path_factory: pytest.TempPathFactory, records, width):
     lines = []
     for index, sequence in enumerate(records):
         lines += [f">r{index}", *(sequence[start : start + width] for start in range(0, len(sequence), width))]
@@ -106,7 +106,7 @@ def test_contigs_are_the_record_without_its_gaps(tmp_path_factory: pytest.TempPa
         (">é\nACGT\n", "cannot be read further at its beginning"),
     ],
 )
-def test_a_broken_record_is_an_error_that_names_it(tmp_path: Path, content: str, problem: str):
+def test_broken_records_are_named(tmp_path: Path, content: str, problem: str):
     path = fasta(tmp_path / "broken.fa", content)
     with pytest.raises(FastaError, match=rf"broken\.fa.*{problem}"):
         next(FastaFile(path).contigs())
@@ -115,7 +115,7 @@ def test_a_broken_record_is_an_error_that_names_it(tmp_path: Path, content: str,
 
 
 @pytest.mark.parametrize("share", [0.3, 0.6, 0.999])
-def test_nothing_is_used_of_a_gzip_file_that_is_cut_off(tmp_path: Path, share: float):
+def test_truncated_gzip_files_are_refused(tmp_path: Path, share: float):
     whole = gzip.compress(f">first\nACGT\n>second\n{drawn(100_000)}\n>third\n{drawn(100_000, 1)}\n".encode())
     path = tmp_path / "cut.fa.gz"
     path.write_bytes(whole[: int(share * len(whole))])
@@ -128,7 +128,7 @@ def test_nothing_is_used_of_a_gzip_file_that_is_cut_off(tmp_path: Path, share: f
 
 @pytest.mark.parametrize("share", [0.02, 0.3, 0.5, 0.7, 0.99])
 @pytest.mark.parametrize("bases", [3_000, 100_000])
-def test_a_damaged_gzip_file_is_an_error(bases: int, share: float, tmp_path: Path):
+def test_damaged_gzip_files_are_refused(bases: int, share: float, tmp_path: Path):
     whole = bytearray(gzip.compress(f">first\n{drawn(bases)}\n".encode()))
     whole[max(20, int(share * len(whole)))] ^= 0xFF
     path = tmp_path / "damaged.fa.gz"
@@ -139,7 +139,7 @@ def test_a_damaged_gzip_file_is_an_error(bases: int, share: float, tmp_path: Pat
 
 @pytest.mark.parametrize("place", [8, 0.3, 0.6])
 @pytest.mark.parametrize("ending", ["bz2", "xz", "zst"])
-def test_a_damaged_file_of_another_compression_is_an_error(place: float, ending: str, tmp_path: Path):
+def test_damaged_files_of_other_compressions_are_refused(place: float, ending: str, tmp_path: Path):
     path = tmp_path / f"damaged.fa.{ending}"
     with xopen(path, "wb") as file:
         file.write(f">first\n{drawn(100_000)}\n".encode())
@@ -155,9 +155,9 @@ BGZF_END = bytes.fromhex("1f8b08040000000000ff0600424302001b00030000000000000000
 
 
 def bgzf(text: str, fields: bytes = b"") -> list[bytes]:
-    """The blocks that bgzip writes before the last, each a gzip member whose header says how long it is.
+    """Return all blocks that bgzip writes except the last. Each is a gzip member whose header states its length.
 
-    ``fields`` are other extra fields of the header, before that one.
+    ``fields`` are other extra fields of the header, before the length.
     """
     blocks = []
     for start in range(0, len(text), 20_000):
@@ -173,7 +173,7 @@ def bgzf(text: str, fields: bytes = b"") -> list[bytes]:
 
 
 @pytest.mark.parametrize("fields", [b"", b"XY\x03\x00BCD"], ids=["bgzip's", "and another field"])
-def test_a_bgzf_file_that_is_cut_between_blocks_is_an_error(fields: bytes, tmp_path: Path):
+def test_bgzf_files_cut_between_blocks_are_refused(fields: bytes, tmp_path: Path):
     text = f">first\n{drawn(50_000)}\n>second\n{drawn(30_000, 1)}\n"
     blocks = bgzf(text, fields)
     path = tmp_path / "blocks.fa.gz"
@@ -185,7 +185,7 @@ def test_a_bgzf_file_that_is_cut_between_blocks_is_an_error(fields: bytes, tmp_p
         path.write_bytes(b"".join(blocks[:number]))
         with pytest.raises(FastaError, match=r"blocks\.fa\.gz is truncated: it is a BGZF file without"):
             next(FastaFile(path).contigs())
-    # Two whole files are one, with an end in its middle.
+    # Two whole files joined are valid, with an end in the middle.
     path.write_bytes(b"".join([*blocks, BGZF_END, *bgzf(">third\nACGT\n"), BGZF_END]))
     assert FastaFile(path).summary().records == ("first", "second", "third")
 
@@ -194,7 +194,7 @@ MANY_STREAMS = [f">r{number}\n{drawn(200, number)}\n" for number in range(4)]
 
 
 @pytest.mark.parametrize(("ending", "compress"), [("bz2", bz2.compress), ("xz", lzma.compress)])
-def test_streams_one_after_the_other_are_one_and_each_must_be_whole(ending: str, compress, tmp_path: Path):
+def test_concatenated_streams_are_read_and_each_must_be_whole(ending: str, compress, tmp_path: Path):
     streams = [compress(record.encode()) for record in MANY_STREAMS]
     path = tmp_path / f"x.fa.{ending}"
     path.write_bytes(b"".join(streams))
@@ -207,7 +207,7 @@ def test_streams_one_after_the_other_are_one_and_each_must_be_whole(ending: str,
         damaged[place] ^= 1 << generator.randrange(8)
         path.write_bytes(damaged)
         with contextlib.suppress(FastaError):
-            assert contigs(path) == whole  # of what no checksum is of, as the padding of xz
+            assert contigs(path) == whole  # bytes without a checksum, such as the padding of xz
     path.write_bytes(b"".join(streams) + b"rubbish")
     with pytest.raises(FastaError, match=r"cannot be read further after record 'r[23]'"):
         contigs(path)
@@ -220,7 +220,7 @@ def test_streams_of_xz_may_have_zeros_between_them(tmp_path: Path):
     assert [*contigs(path)] == [f"r{number}:1-200" for number in range(4)]
 
 
-def test_a_file_that_changes_while_it_is_read_is_an_error(tmp_path: Path):
+def test_files_that_change_during_reading_are_refused(tmp_path: Path):
     content = "".join(f">r{number}\n{drawn(50_000, number)}\n" for number in range(6))
     path = fasta(tmp_path / "x.fa", content)
     genome = FastaFile(path)
@@ -230,13 +230,13 @@ def test_a_file_that_changes_while_it_is_read_is_an_error(tmp_path: Path):
         list(genome.contigs())
 
 
-def test_gzip_files_one_after_the_other_are_one(tmp_path: Path):
+def test_concatenated_gzip_files_are_one_file(tmp_path: Path):
     path = tmp_path / "both.fa.gz"
     path.write_bytes(gzip.compress(b">a\nAC") + gzip.compress(b"GT\n>b\nTT\n"))
     assert contigs(path) == {"a:1-4": "ACGT", "b:1-2": "TT"}
 
 
-def test_a_missing_file_is_an_error_at_once(tmp_path: Path):
+def test_missing_files_are_refused_at_once(tmp_path: Path):
     with pytest.raises(FileNotFoundError, match="nowhere"):
         FastaFile(tmp_path / "nowhere.fa")
 
@@ -273,7 +273,7 @@ def test_a_file_of_a_package_is_a_source(tmp_path: Path, monkeypatch: pytest.Mon
 # ---- tokens
 
 
-def test_a_token_for_each_base(tmp_path: Path):
+def test_every_base_is_a_token(tmp_path: Path):
     tokenizer = load_tokenizer("nucleotides", None, tmp_path)  # pyright: ignore[reportArgumentType]
     assert tokenizer("ACGTN", add_special_tokens=True).input_ids == [1, 2, 3, 4, 5]
     assert tokenizer.decode([1, 2, 3, 4, 5]) == "ACGTN"
@@ -291,25 +291,25 @@ def test_a_token_for_each_base(tmp_path: Path):
 
 
 @given(st.text(alphabet=st.one_of(st.sampled_from("ACGTUNacgtun\n *5é"), st.characters(codec="utf-8")), max_size=40))
-def test_the_fast_way_gives_the_tokens_of_the_tokenizer(text: str):
+def test_fast_encoding_matches_the_tokenizer(text: str):
     (fast,) = encode_nucleotides([text])
     assert fast.tolist() == nucleotide_tokenizer()(text, add_special_tokens=False).input_ids
 
 
-def test_a_stream_of_contigs_keeps_them_apart():
+def test_token_streams_separate_contigs():
     stream = token_stream(nucleotide_tokenizer(), [Document("a", "ACG"), Document("b", "TN")])
     assert stream.tokens.tolist() == [1, 2, 3, 0, 4, 5, 0]
     assert stream.document_ids.tolist() == [0, 0, 0, 0, 1, 1, 1]
 
 
-def test_there_are_no_pass_keys_nor_needles_in_nucleotides():
+def test_nucleotide_tokenizers_refuse_pass_keys_and_needles():
     with pytest.raises(ValueError, match="cannot write '12345': its tokens decode to 'NNNNN'"):
         PasskeyTexts(nucleotide_tokenizer(), None)
     with pytest.raises(ValueError, match="cannot write 'What is the special magic number"):
         NeedleTask(nucleotide_tokenizer(), "niah_single_1")
 
 
-# ---- preparation, as `attention-priors train` does it
+# ---- preparation, as in `attention-priors train`
 
 
 def _preparation(path: Path, **changes) -> Preparation:
@@ -335,7 +335,7 @@ def genome(tmp_path: Path) -> tuple[Path, dict[str, str]]:
     return fasta(tmp_path / "g.fa.gz", "".join(f">{name}\n{text}\n" for name, text in records.items())), records
 
 
-def test_records_that_are_named_are_held_out(tmp_path: Path, genome):
+def test_named_records_are_held_out(tmp_path: Path, genome):
     path, records = genome
     prepare(_preparation(path, held_out=("chr4", "chr1")), tmp_path / "shards")
     end = "<|endoftext|>"
@@ -352,7 +352,7 @@ def test_by_default_the_first_contigs_are_held_out(tmp_path: Path, genome):
     assert _text(tmp_path / "shards", "train").startswith(records["chr1"])
 
 
-def test_an_interrupted_preparation_goes_on(tmp_path: Path, genome):
+def test_an_interrupted_preparation_resumes(tmp_path: Path, genome):
     path, _ = genome
     prepare(_preparation(path), tmp_path / "whole")
 
@@ -368,14 +368,14 @@ def test_an_interrupted_preparation_goes_on(tmp_path: Path, genome):
         assert _text(tmp_path / "parts", part) == _text(tmp_path / "whole", part)
 
 
-def test_nothing_is_prepared_of_a_broken_genome(tmp_path: Path):
+def test_broken_genomes_are_not_prepared(tmp_path: Path):
     path = fasta(tmp_path / "broken.fa", f">good\n{drawn(500)}\n>bad\nAC-GT\n")
     with pytest.raises(FastaError, match="record 'bad' has '-'"):
         prepare(_preparation(path), tmp_path / "shards")
     assert not (tmp_path / "shards").exists()
 
 
-def test_a_record_to_hold_out_must_be_there(tmp_path: Path, genome):
+def test_held_out_records_must_exist(tmp_path: Path, genome):
     path, _ = genome
     for held_out, problem in (
         (("chrX",), r"has no record 'chrX' with a known base; it has chr0, chr1"),
@@ -389,13 +389,13 @@ def test_a_record_to_hold_out_must_be_there(tmp_path: Path, genome):
         prepare(_preparation(unknown, held_out=("b",)), tmp_path / "shards")
 
 
-def test_a_name_that_looks_like_a_pattern_is_a_name_too(tmp_path: Path):
+def test_names_may_look_like_patterns(tmp_path: Path):
     path = fasta(tmp_path / "x.fa", f">seq[1]\n{drawn(900)}\n>b\n{drawn(900, 1)}\n")
     prepare(_preparation(path, held_out=("seq[1]",)), tmp_path / "shards")
     assert _text(tmp_path / "shards", "held_out") == drawn(900) + "<|endoftext|>"
 
 
-def test_records_of_a_pattern_are_held_out(tmp_path: Path):
+def test_records_that_match_a_pattern_are_held_out(tmp_path: Path):
     path = fasta(tmp_path / "x.fa", ">chr1\nAC\n>chr2_alt\nCC\n>chr2\nGG\n")
     prepare(_preparation(path, held_out=("chr2*",)), tmp_path / "shards")
     end = "<|endoftext|>"
@@ -403,14 +403,14 @@ def test_records_of_a_pattern_are_held_out(tmp_path: Path):
     assert _text(tmp_path / "shards", "train") == f"AC{end}"
 
 
-def test_what_is_prepared_needs_the_file_s_hash_alone(tmp_path: Path, genome, monkeypatch: pytest.MonkeyPatch):
+def test_reusing_tokens_needs_only_the_files_hash(tmp_path: Path, genome, monkeypatch: pytest.MonkeyPatch):
     path, _ = genome
     prepare(_preparation(path), tmp_path / "shards")
     monkeypatch.setattr(FastaFile, "summary", lambda self: pytest.fail("it was read again"))
     prepare(_preparation(path), tmp_path / "shards")
 
 
-def test_files_of_a_folder_are_read_as_what_they_are(tmp_path: Path):
+def test_files_of_a_folder_are_read_by_type(tmp_path: Path):
     folder = tmp_path / "corpus"
     folder.mkdir()
     fasta(folder / "b.fa.gz", f">one\n{drawn(600)}\n>two\n{drawn(600, 1)}\n")
@@ -424,36 +424,36 @@ def test_files_of_a_folder_are_read_as_what_they_are(tmp_path: Path):
 
 
 @pytest.mark.parametrize("compress", [bz2.compress, lzma.compress])
-def test_other_compressions(tmp_path: Path, compress):
+def test_other_compressions_are_read(tmp_path: Path, compress):
     path = tmp_path / f"x.fa.{'bz2' if compress is bz2.compress else 'xz'}"
     path.write_bytes(compress(b">x\nACGT\n"))
     assert is_fasta(path)
     assert contigs(path) == {"x:1-4": "ACGT"}
 
 
-def test_large_tokenizers_are_not_written_down_to_be_told_apart(monkeypatch: pytest.MonkeyPatch):
+def test_large_tokenizers_are_recognised_without_serialisation(monkeypatch: pytest.MonkeyPatch):
     large = train_tokenizer([Document("x", "ab " * 200)], 257)
     monkeypatch.setattr("attention_priors.lab.data.genomes._meaning", lambda tokenizer: pytest.fail("written down"))
     assert not is_nucleotide_tokenizer(large)
 
 
-def test_records_that_are_left_out_of_a_folder_are_told(tmp_path: Path):
+def test_skipped_records_of_a_folder_are_listed(tmp_path: Path):
     fasta(tmp_path / "x.fa", f">a\n{drawn(3000)}\n>b\nNNNNNNNNNNNN\n")
     assert load_corpus(tmp_path).skipped == ("x.fa/b: none of its bases is known",)
 
 
-def test_bases_in_lines_are_no_text_of_bases():
+def test_lines_of_bases_are_not_text():
     with pytest.raises(ValueError, match="the text holds line ends, which would be read as N"):
         check_nucleotides("ACGT\nACGT\n")
     check_nucleotides("ACGTACGT\n")
 
 
-def test_a_genome_is_one_kind_of_data():
+def test_data_settings_accept_one_source():
     assert DataSettings.model_validate({"fasta": {"path": "x.fa"}}).fasta is not None
     with pytest.raises(ValueError, match="got text and fasta"):
         DataSettings.model_validate({"fasta": {"path": "x.fa"}, "text": "embedded"})
 
 
-def test_tokens_of_many_bases_take_little_room():
+def test_tokens_of_bases_take_one_byte():
     (tokens,) = encode_nucleotides([drawn(10_000)])
     assert tokens.dtype == np.uint8

@@ -1,4 +1,4 @@
-"""Tokens prepared on disk: they are those of the documents, whatever interrupts the preparation."""
+"""Prepared tokens on disk match the documents, also after interruptions."""
 
 import json
 import shutil
@@ -19,7 +19,7 @@ from attention_priors.lab.strict_yaml import RecipeError
 
 @pytest.fixture(scope="module")
 def texts(documents: tuple[Document, ...]) -> list[str]:
-    """Enough for several batches of documents."""
+    """Enough documents for several batches."""
     return [document.text[start : start + 60] for document in documents for start in range(0, 1200, 60)]
 
 
@@ -32,7 +32,7 @@ def saved_tokenizer(tokenizer, tmp_path_factory) -> str:
 
 @pytest.fixture(scope="module")
 def json_lines(texts: list[str], tmp_path_factory) -> Path:
-    """Two files, as the Hub has them; one blank text among them."""
+    """Write two files in the Hub's format, with one blank text."""
     folder = tmp_path_factory.mktemp("json")
     rows = [json.dumps({"id": index, "text": text}) for index, text in enumerate(texts)]
     half = len(rows) // 2
@@ -72,7 +72,7 @@ def _files(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.glob("*.npy")}
 
 
-def test_tokens_and_documents_are_those_of_the_text(prepared: Path, texts: list[str], tokenizer):
+def test_tokens_and_documents_match_the_text(prepared: Path, texts: list[str], tokenizer):
     stream = token_stream(tokenizer, [Document(str(index), text) for index, text in enumerate(texts)])
     (held, held_documents), (train, train_documents) = (_all(prepared, part) for part in ("held_out", "train"))
     assert torch.equal(torch.cat([held, train]), stream.tokens)
@@ -82,7 +82,7 @@ def test_tokens_and_documents_are_those_of_the_text(prepared: Path, texts: list[
     assert prepared_tokenizer(prepared).get_vocab() == tokenizer.get_vocab()
 
 
-def test_tokens_of_other_files_or_of_another_tokenizer_are_others(json_lines: Path, saved_tokenizer: str, tmp_path):
+def test_other_files_or_tokenizers_invalidate_tokens(json_lines: Path, saved_tokenizer: str, tmp_path):
     rows, tokenizer = (
         Path(shutil.copytree(source, tmp_path / name))
         for source, name in ((json_lines, "rows"), (saved_tokenizer, "tok"))
@@ -96,11 +96,11 @@ def test_tokens_of_other_files_or_of_another_tokenizer_are_others(json_lines: Pa
         again(path, files)
         again(path, files)
         content = (rows / "a.jsonl").read_text()
-        (rows / "a.jsonl").write_text(content.replace("a", "b"))  # as long as before
+        (rows / "a.jsonl").write_text(content.replace("a", "b"))  # of equal length
         with pytest.raises(RecipeError, match="they differ in files"):
             again(path, files)
         (rows / "a.jsonl").write_text(content)
-    # What is gone says nothing against the tokens; what has changed does.
+    # A missing source keeps the tokens valid; a changed source does not.
     tokenizer.rename(tmp_path / "aside")
     again(str(rows), None)
     other = train_tokenizer([Document("x", "other words " * 50)], 260)
@@ -124,7 +124,7 @@ def test_a_window_may_begin_and_end_anywhere(prepared: Path):
         shards.window(len(shards) - 1, 2)
 
 
-def test_parquet_is_read_as_json_is(prepared: Path, json_lines: Path, make, tmp_path):
+def test_parquet_and_json_give_equal_tokens(prepared: Path, json_lines: Path, make, tmp_path):
     from datasets import Dataset, load_dataset
 
     rows = load_dataset("json", data_files=str(json_lines / "*.jsonl"), split="train")
@@ -137,7 +137,7 @@ def test_parquet_is_read_as_json_is(prepared: Path, json_lines: Path, make, tmp_
     assert _files(tmp_path / "tokens") == _files(prepared)
 
 
-def test_a_corpus_keeps_its_own_held_out_part(make, texts, tokenizer, tmp_path):
+def test_corpora_keep_their_held_out_part(make, texts, tokenizer, tmp_path):
     documents = tuple(Document(str(index), text) for index, text in enumerate(texts[:50]))
     corpus = Corpus("made-up", documents[:40], documents[40:])
     prepare(make(corpus), tmp_path)
@@ -150,7 +150,7 @@ def test_a_tokenizer_may_be_trained_on_the_documents(make, tmp_path):
     assert len(prepared_tokenizer(tmp_path)) == 300
 
 
-def test_preparation_ends_at_the_tokens_that_are_wanted(make, prepared, tmp_path):
+def test_preparation_ends_at_max_tokens(make, prepared, tmp_path):
     for wanted in (1, 10, 3000):
         prepare(make(max_tokens=wanted), tmp_path / str(wanted))
         for found, all_of_them in zip(_all(tmp_path / str(wanted), "train"), _all(prepared, "train"), strict=True):
@@ -158,7 +158,7 @@ def test_preparation_ends_at_the_tokens_that_are_wanted(make, prepared, tmp_path
 
 
 def test_limits_hold_within_a_batch_of_documents(make, texts, tokenizer, tmp_path):
-    """Sixty-four documents are encoded at a time; files end, and the preparation does, in between."""
+    """64 documents are encoded at a time. Files and the preparation may end within a batch."""
     documents = tuple(Document(str(index), text) for index, text in enumerate(texts[:60]))
     whole = token_stream(tokenizer, documents[5:]).tokens
     longest = max(len(token_stream(tokenizer, [document]).tokens) for document in documents)
@@ -175,7 +175,7 @@ class _StopError(Exception):
 
 
 @pytest.mark.parametrize("stop", [1, 3, 6, 9])
-def test_an_interrupted_preparation_ends_as_an_uninterrupted_one(make, prepared, tmp_path, stop):
+def test_interrupted_preparations_give_equal_tokens(make, prepared, tmp_path, stop):
     steps: list[int] = []
 
     def on_tokens(part: str, tokens: int) -> None:
@@ -193,7 +193,7 @@ def test_an_interrupted_preparation_ends_as_an_uninterrupted_one(make, prepared,
     assert read_manifest(tmp_path) == read_manifest(prepared)
 
 
-def test_what_is_prepared_is_not_prepared_again(make, prepared):
+def test_existing_tokens_are_reused(make, prepared):
     prepare(make(), prepared, on_tokens=lambda part, tokens: pytest.fail("it was"))
 
 
@@ -223,7 +223,7 @@ DAMAGE = {"cut off": _cut, "one bit": _flip, "missing": Path.unlink}
 
 @pytest.mark.parametrize("damage", DAMAGE.values(), ids=DAMAGE.keys())
 @pytest.mark.parametrize("name", ["train-00001.tokens.npy", "train-00001.starts.npy", "held_out-00000.tokens.npy"])
-def test_a_damaged_shard_is_named_and_made_anew(make, prepared, tmp_path, name, damage):
+def test_damaged_shards_are_named_and_replaced(make, prepared, tmp_path, name, damage):
     folder = Path(shutil.copytree(prepared, tmp_path / "tokens"))
     damage(folder / name)
     part = name.split("-")[0]
@@ -236,7 +236,7 @@ def test_a_damaged_shard_is_named_and_made_anew(make, prepared, tmp_path, name, 
     assert _files(folder) == _files(prepared)
 
 
-def test_what_a_killed_preparation_was_writing_is_deleted(make, prepared, tmp_path):
+def test_temporary_files_of_a_killed_preparation_are_deleted(make, prepared, tmp_path):
     shutil.copytree(prepared, tmp_path / "copy")
     left = tmp_path / "copy" / ".train-00001.tokens.npy.12345.0123456789abcdef.tmp"
     left.write_bytes(b"half")
@@ -245,7 +245,7 @@ def test_what_a_killed_preparation_was_writing_is_deleted(make, prepared, tmp_pa
     assert _files(tmp_path / "copy") == _files(prepared)
 
 
-def test_another_tokenizer_beside_the_tokens_is_an_error(prepared, make, tmp_path):
+def test_another_tokenizer_beside_the_tokens_is_refused(prepared, make, tmp_path):
     folder = Path(shutil.copytree(prepared, tmp_path / "tokens"))
     path = folder / "tokenizer" / "tokenizer.json"
     path.write_text(path.read_text().replace('"individual_digits": true', '"individual_digits": false'))
@@ -253,7 +253,7 @@ def test_another_tokenizer_beside_the_tokens_is_an_error(prepared, make, tmp_pat
         prepared_tokenizer(folder)
 
 
-def test_a_full_disk_leaves_what_was_prepared(make, prepared, tmp_path, monkeypatch):
+def test_a_full_disk_keeps_finished_shards(make, prepared, tmp_path, monkeypatch):
     written = []
 
     def write_array(file: Any, array: np.ndarray, allow_pickle: bool) -> None:
@@ -271,7 +271,7 @@ def test_a_full_disk_leaves_what_was_prepared(make, prepared, tmp_path, monkeypa
     assert _files(tmp_path) == _files(prepared)
 
 
-def test_nothing_left_to_train_on_is_an_error(make, tmp_path):
+def test_empty_training_parts_are_refused(make, tmp_path):
     with pytest.raises(ValueError, match=r"nothing is left to train on.* held_out_tokens is 100000000"):
         prepare(make(held_out_tokens=100_000_000), tmp_path)
 
@@ -286,14 +286,14 @@ def test_nothing_left_to_train_on_is_an_error(make, tmp_path):
         ({"path": "json", "split": "test"}, "'json' cannot be loaded"),
     ],
 )
-def test_a_dataset_that_cannot_be_read_is_named(make, json_lines, tmp_path, source, complaint):
+def test_unreadable_datasets_are_named(make, json_lines, tmp_path, source, complaint):
     settings = HubDataset.model_validate({"data_files": str(json_lines / "*.jsonl")} | source)
     with pytest.raises(ValueError, match=complaint):
         prepare(make(settings), tmp_path)
 
 
 @pytest.mark.parametrize("given", [{}, {"text": "a", "shards": "b"}])
-def test_data_have_one_source(given):
+def test_data_settings_accept_one_source(given):
     with pytest.raises(ValueError, match=r"set exactly one of text, .* and shards; got (none|text and shards)"):
         DataSettings.model_validate(given)
 
@@ -309,12 +309,12 @@ def test_data_have_one_source(given):
         ({"fasta": {"path": "x", "held_out": ["a"]}, "held_out_tokens": 5}, "fasta.held_out names the held-out"),
     ],
 )
-def test_what_would_change_nothing_is_refused(given, complaint):
+def test_settings_without_effect_are_refused(given, complaint):
     with pytest.raises(ValueError, match=complaint):
         DataSettings.model_validate(given)
 
 
-def test_what_changes_something_is_not_refused():
+def test_settings_with_effect_are_accepted():
     for given in (
         {"shards": "x", "max_tokens": None, "order": "as_read"},
         {"text": "x", "max_tokens": 5, "shard_tokens": 7},
@@ -325,7 +325,7 @@ def test_what_changes_something_is_not_refused():
         assert DataSettings.model_validate(settings.model_dump(exclude_defaults=True)) == settings
 
 
-def test_a_dataset_goes_on_after_any_text(json_lines, texts):
+def test_datasets_resume_after_any_text(json_lines, texts):
     documents = HubDataset(path="json", data_files=str(json_lines / "*.jsonl"))
     read = list(documents.read("train"))
     assert [text for text, _ in read] == texts
@@ -345,7 +345,7 @@ def _same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
     return one.keys() == other.keys() and all(torch.equal(one[key], other[key]) for key in one)
 
 
-def test_rows_in_order_are_the_tokens(prepared):
+def test_sequential_rows_are_the_tokens(prepared):
     rows = _rows(prepared)
     tokens, documents = _all(prepared, "train")
     assert rows.blocks == len(tokens) // 32 == len(rows)
@@ -359,7 +359,7 @@ def test_rows_in_order_are_the_tokens(prepared):
         assert torch.equal(row["loss_weights"], (~first).float())
 
 
-def test_every_block_is_read_once_an_epoch_in_another_order_each(prepared):
+def test_every_epoch_reads_every_block_once_in_a_new_order(prepared):
     blocks = _rows(prepared).blocks
     rows = _rows(prepared, num_rows=2 * blocks, seed=3)
     assert rows.epochs == 2
@@ -369,7 +369,7 @@ def test_every_block_is_read_once_an_epoch_in_another_order_each(prepared):
     assert read[:blocks] != read[blocks:]
 
 
-def test_a_row_depends_on_seed_and_index_alone(prepared):
+def test_rows_depend_only_on_seed_and_index(prepared):
     blocks = _rows(prepared).blocks
     rows = _rows(prepared, num_rows=3 * blocks, seed=3)
     whole = [rows[index] for index in range(len(rows))]
@@ -379,7 +379,7 @@ def test_a_row_depends_on_seed_and_index_alone(prepared):
     assert not all(_same(elsewhere[index], whole[index]) for index in range(blocks))
 
 
-def test_workers_read_the_same_rows(prepared):
+def test_workers_read_equal_rows(prepared):
     rows = _rows(prepared, seed=3, num_rows=24)
     alone, helped = (
         list(DataLoader(rows, batch_size=4, num_workers=workers, collate_fn=collate_rows)) for workers in (0, 2)
@@ -396,6 +396,6 @@ def test_workers_read_the_same_rows(prepared):
         ({"num_rows": 0}, "num_rows must be at least 1; it is 0"),
     ],
 )
-def test_rows_that_cannot_be_cut_are_an_error(prepared, options, complaint):
+def test_impossible_rows_are_refused(prepared, options, complaint):
     with pytest.raises(ValueError, match=complaint):
         _rows(prepared, **options)

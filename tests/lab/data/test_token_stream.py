@@ -15,10 +15,8 @@ def test_each_document_is_followed_by_the_end_token(tokenizer: PreTrainedTokeniz
     assert len(stream) == len(stream.document_ids)
 
 
-def test_document_ids_say_which_document_a_token_is_of(
-    tokenizer: PreTrainedTokenizerFast, documents: tuple[Document, ...]
-):
-    many = [document for document in documents for _ in range(4)]  # more than are encoded at once
+def test_document_ids_number_the_documents(tokenizer: PreTrainedTokenizerFast, documents: tuple[Document, ...]):
+    many = [document for document in documents for _ in range(4)]  # more than one batch of the encoder
 
     stream = token_stream(tokenizer, many)
 
@@ -27,14 +25,14 @@ def test_document_ids_say_which_document_a_token_is_of(
         assert own.tolist() == [*tokenizer.encode(many[index].text), tokenizer.eos_token_id]
 
 
-def test_end_token_written_out_in_a_text_does_not_end_its_document(tokenizer: PreTrainedTokenizerFast):
+def test_an_end_token_written_in_a_text_does_not_end_its_document(tokenizer: PreTrainedTokenizerFast):
     stream = token_stream(tokenizer, [Document("a", "ka<|endoftext|>to"), Document("b", "mi")])
 
     assert int(stream.document_ids[-1]) == 1
     assert tokenizer.decode(stream.tokens[stream.document_ids == 0]) == "ka<|endoftext|>to<|endoftext|>"
 
 
-def test_bases_are_not_read_out_of_other_texts():
+def test_nucleotide_tokenizers_refuse_other_texts():
     tokenizer = nucleotide_tokenizer()
     assert len(token_stream(tokenizer, [Document("genome", "ACGTNNacgtu")]).tokens) == 12
     with pytest.raises(ValueError, match=r"reads bases, but only 42 % of the text's first 38 characters"):
@@ -46,12 +44,12 @@ def test_bases_are_not_read_out_of_other_texts():
             token_stream(tokenizer, [Document("genome.seq", text)])
 
 
-def test_no_documents_is_an_error(tokenizer: PreTrainedTokenizerFast):
+def test_missing_documents_are_refused(tokenizer: PreTrainedTokenizerFast):
     with pytest.raises(ValueError, match="documents is empty"):
         token_stream(tokenizer, [])
 
 
-def test_tokenizer_without_an_end_token_is_an_error(tokenizer: PreTrainedTokenizerFast):
+def test_tokenizers_without_an_end_token_are_refused(tokenizer: PreTrainedTokenizerFast):
     without = PreTrainedTokenizerFast(tokenizer_object=tokenizer.backend_tokenizer)
 
     with pytest.raises(ValueError, match="no eos_token"):

@@ -24,7 +24,7 @@ def corpus(documents: tuple[Document, ...]) -> Corpus:
 
 
 def _kept(cache: Path) -> list[Path]:
-    """Everything in a cache but the file that is locked."""
+    """List the files of a cache, except the lock file."""
     return [path for path in cache.iterdir() if path.name != ".lock"]
 
 
@@ -41,7 +41,7 @@ def _joining_digits() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>")
 
 
-def test_vocabulary_has_the_size_asked_for(tokenizer: PreTrainedTokenizerFast):
+def test_vocabulary_has_the_requested_size(tokenizer: PreTrainedTokenizerFast):
     assert len(tokenizer) == 400
     assert tokenizer.bos_token_id == tokenizer.eos_token_id == tokenizer.pad_token_id
     assert tokenizer.eos_token == "<|endoftext|>"
@@ -54,14 +54,14 @@ def test_every_digit_is_a_token(tokenizer: PreTrainedTokenizerFast, number: int)
     assert tokenizer.encode(str(number)) == [digits[int(digit)] for digit in str(number)]
 
 
-def test_digits_keep_apart_from_what_stands_before_them(tokenizer: PreTrainedTokenizerFast):
+def test_digits_do_not_merge_with_preceding_text(tokenizer: PreTrainedTokenizerFast):
     digits = digit_token_ids(tokenizer)
 
     assert tokenizer.encode("key is 90210")[-5:] == [digits[digit] for digit in (9, 0, 2, 1, 0)]
 
 
 @given(st.text())
-def test_any_text_decodes_to_itself(tokenizer: PreTrainedTokenizerFast, text: str):
+def test_text_survives_encoding_and_decoding(tokenizer: PreTrainedTokenizerFast, text: str):
     assert tokenizer.decode(tokenizer.encode(text)) == text
 
 
@@ -72,7 +72,7 @@ def test_spaces_before_punctuation_survive_decoding(tokenizer: PreTrainedTokeniz
 
 
 @pytest.mark.deep
-def test_training_is_the_same_in_another_process(tokenizer: PreTrainedTokenizerFast, tmp_path: Path):
+def test_training_is_equal_in_another_process(tokenizer: PreTrainedTokenizerFast, tmp_path: Path):
     script = (
         "import sys; from model_folders import made_up_text\n"
         "from attention_priors.lab.data import Document, train_tokenizer\n"
@@ -86,12 +86,12 @@ def test_training_is_the_same_in_another_process(tokenizer: PreTrainedTokenizerF
     assert path.read_text() == tokenizer.backend_tokenizer.to_str(pretty=True)
 
 
-def test_vocabulary_below_the_bytes_is_an_error():
+def test_vocabularies_below_256_are_refused():
     with pytest.raises(ValueError, match=r"vocab_size must be at least 257.*it is 256"):
         train_tokenizer([Document("a", "text")], 256)
 
 
-def test_vocabulary_that_the_text_is_too_short_for_is_an_error():
+def test_vocabularies_too_large_for_the_text_are_refused():
     with pytest.raises(ValueError, match="vocab_size is 5000, but the documents repeat too few"):
         train_tokenizer([Document("a", "some text some text")], 5000)
 
@@ -100,7 +100,7 @@ def test_vocabulary_that_the_text_is_too_short_for_is_an_error():
 def test_trained_tokenizer_is_cached_and_reused(corpus: Corpus, tmp_path: Path, spec: int | str):
     cache = tmp_path / "made" / "cache"
     first = load_tokenizer(spec, corpus, cache)
-    (folder,) = _kept(cache)  # nothing temporary is left
+    (folder,) = _kept(cache)  # no temporary file is left
     file = folder / "tokenizer.json"
     before = file.stat()
 
@@ -113,7 +113,7 @@ def test_trained_tokenizer_is_cached_and_reused(corpus: Corpus, tmp_path: Path, 
     assert second.encode(text) == train_tokenizer(corpus.train, 300).encode(text)
 
 
-def test_another_corpus_gets_another_tokenizer(corpus: Corpus, tmp_path: Path):
+def test_each_corpus_has_its_tokenizer(corpus: Corpus, tmp_path: Path):
     other = Corpus("other", corpus.train[1:], corpus.held_out)
 
     load_tokenizer(300, corpus, tmp_path)
@@ -130,7 +130,7 @@ def test_failed_training_leaves_nothing_in_the_cache(corpus: Corpus, tmp_path: P
 
 
 def test_several_processes_train_a_tokenizer_once(corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Two threads stand for the processes: locks exclude them in the same way."""
+    """Two threads stand in for processes. Locks exclude both."""
     trained = []
 
     def train(documents: Any, vocab_size: int) -> PreTrainedTokenizerFast:
@@ -157,7 +157,7 @@ def test_saved_tokenizer_is_loaded_from_its_folder(tokenizer: PreTrainedTokenize
 
 @pytest.fixture
 def warnings_of_transformers(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
-    """Whatever another test, or a library that it imports, has made of transformers' logger."""
+    """Reset transformers' logger, which other tests and libraries may have changed."""
     logger, verbosity = logging.getLogger("transformers"), hf_logging.get_verbosity()
     hf_logging.set_verbosity_warning()
     logger.addHandler(caplog.handler)
@@ -178,7 +178,7 @@ def test_long_texts_give_no_warning(
     )
     limited.save_pretrained(tmp_path)
     limited.encode("a long text " * 10)
-    assert "longer than" in caplog.text  # what is to be avoided
+    assert "longer than" in caplog.text  # the warning to avoid
     caplog.clear()
 
     load_tokenizer(tmp_path, corpus, tmp_path).encode("a long text " * 10)
@@ -186,7 +186,7 @@ def test_long_texts_give_no_warning(
     assert caplog.text == ""
 
 
-def test_a_tokenizer_that_joins_digits_is_loaded(corpus: Corpus, tmp_path: Path):
+def test_tokenizers_that_join_digits_load(corpus: Corpus, tmp_path: Path):
     _joining_digits().save_pretrained(tmp_path)
     loaded = load_tokenizer(tmp_path, corpus, tmp_path)
     assert len(loaded.encode("7373")) == 2
@@ -195,25 +195,27 @@ def test_a_tokenizer_that_joins_digits_is_loaded(corpus: Corpus, tmp_path: Path)
 
 
 @pytest.mark.parametrize("strings", ["some text", ["some text"]])
-def test_strings_are_not_taken_for_documents(tokenizer: PreTrainedTokenizerFast, strings: Any):
+def test_strings_in_place_of_documents_are_refused(tokenizer: PreTrainedTokenizerFast, strings: Any):
     for refused in (lambda: train_tokenizer(strings, 300), lambda: token_stream(tokenizer, strings)):
         with pytest.raises(ValueError, match=r"must hold Document objects, such as .*; got a str, 'some te"):
             refused()
 
 
-def test_tokenizer_without_an_end_token_is_refused(tokenizer: PreTrainedTokenizerFast, corpus: Corpus, tmp_path: Path):
+def test_tokenizers_without_an_end_token_are_refused(
+    tokenizer: PreTrainedTokenizerFast, corpus: Corpus, tmp_path: Path
+):
     PreTrainedTokenizerFast(tokenizer_object=tokenizer.backend_tokenizer).save_pretrained(tmp_path)
 
     with pytest.raises(ValueError, match="no eos_token"):
         load_tokenizer(tmp_path, corpus, tmp_path)
 
 
-def test_folder_without_a_tokenizer_is_an_error(corpus: Corpus, tmp_path: Path):
+def test_folders_without_a_tokenizer_are_refused(corpus: Corpus, tmp_path: Path):
     with pytest.raises(OSError, match=f"{tmp_path.name}.*cannot be loaded"):
         load_tokenizer(tmp_path, corpus, tmp_path)
 
 
 @pytest.mark.parametrize("missing", ["./nowhere", "../nowhere", "/nowhere", "a/b/c", "nowhere/", "~/nowhere"])
-def test_a_path_that_is_missing_is_not_looked_for_on_the_hub(missing: str, corpus: Corpus, tmp_path: Path):
+def test_missing_local_paths_cause_no_download(missing: str, corpus: Corpus, tmp_path: Path):
     with pytest.raises(FileNotFoundError, match=f"tokenizer '{missing}' does not exist as a folder"):
         load_tokenizer(missing, corpus, tmp_path)

@@ -68,7 +68,7 @@ def test_document_ids_count_up_in_contiguous_runs(make):
     assert any(int(row["document_ids"][-1]) >= 3 for row in rows)
 
 
-def test_labels_are_the_tokens_but_for_the_first_of_each_document(make):
+def test_labels_are_the_tokens_except_the_first_of_each_document(make):
     mixture = make(context_length=3000, minimum_length=None)
     for row in (mixture[index] for index in range(50)):
         first = torch.ones(3000, dtype=torch.bool)
@@ -97,7 +97,7 @@ def test_corpus_rows_are_windows_of_the_stream(make, tokenizer, documents: tuple
     assert max(starts) > len(stream) * 3 / 4
 
 
-def test_weights_are_one_but_for_answers_and_ignored_tokens(make, tokenizer: PreTrainedTokenizerFast):
+def test_weights_are_one_except_for_answers_and_ignored_tokens(make, tokenizer: PreTrainedTokenizerFast):
     mixture = make()
     for row in (mixture[index] for index in range(100)):
         weights, ignored = row["loss_weights"], row["labels"] == IGNORED_LABEL
@@ -119,7 +119,7 @@ def test_weighted_tokens_are_the_key_of_the_row_and_end_its_first_document(make,
         assert text.endswith(f"What is the pass key? The pass key is {key}")
 
 
-def test_passkey_lengths_reach_from_the_minimum_to_the_whole_row(make):
+def test_passkey_lengths_range_from_the_minimum_to_the_row(make):
     mixture = make(ratio=1.0, minimum_length=310)
     sizes = {int((mixture[index]["document_ids"] == 0).sum()) for index in range(200)}
 
@@ -141,7 +141,7 @@ def test_passkey_rows_have_the_stated_ratio(make, ratio: float):
     assert abs(count - 400 * ratio) <= 5 * math.sqrt(400 * ratio * (1 - ratio))
 
 
-def test_row_depends_on_seed_and_index_alone(make):
+def test_rows_depend_only_on_seed_and_index(make):
     one, again = make(), make(num_rows=1000)
     backwards = {index: again[index] for index in reversed(range(30))}
 
@@ -151,7 +151,7 @@ def test_row_depends_on_seed_and_index_alone(make):
 
 
 @pytest.mark.parametrize("ratio", [0.0, 1.0])
-def test_rows_can_be_changed_without_changing_the_dataset(make, ratio: float):
+def test_changes_to_a_row_do_not_change_the_dataset(make, ratio: float):
     mixture = make(ratio=ratio)
     kept = {field: value.clone() for field, value in mixture[0].items()}
     for value in mixture[0].values():
@@ -170,7 +170,7 @@ def test_workers_do_not_change_the_batches(make):
     assert all(_equal(first, second) for first, second in zip(alone, shared, strict=True))
 
 
-def test_index_outside_the_dataset_is_an_error(make):
+def test_indices_outside_the_dataset_are_refused(make):
     mixture = make(num_rows=3)
 
     assert len(list(mixture)) == len(mixture) == 3
@@ -193,6 +193,6 @@ def test_index_outside_the_dataset_is_an_error(make):
         ({"answer_weight": float("nan")}, "answer_weight of passkey must be above 0 and finite; it is nan"),
     ],
 )
-def test_bad_argument_is_an_error_that_names_it(make, changes: dict[str, Any], problem: str):
+def test_invalid_arguments_are_named(make, changes: dict[str, Any], problem: str):
     with pytest.raises(ValueError, match=problem):
         make(**changes)

@@ -1,4 +1,4 @@
-"""Carries out one evaluation in child processes: one that lives, then some that it kills at random moments."""
+"""Run one evaluation in child processes: one that finishes, and several that are killed at random moments."""
 
 import random
 import signal
@@ -8,7 +8,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-# What the command imports when it runs: so that a child's life is the command and nothing else.
+# Import what the command imports, so that a child spends its life on the command.
 import attention_priors.lab.evaluate
 import attention_priors.lab.report  # noqa: F401
 from attention_priors.lab.cli import app
@@ -22,21 +22,21 @@ def start(output: Path, arguments: list[str]) -> BaseProcess:
 
 
 def let_live(output: Path, arguments: list[str]) -> None:
-    """Run the command in a child that nobody kills."""
+    """Run the command in a child that is not killed."""
     process = start(output, arguments)
     process.join()
     assert process.exitcode == 0, output.with_name("printed.txt").read_text()
 
 
 def size(path: Path) -> int:
-    """In bytes; 0 for a file that is not there."""
+    """Return a file's size in bytes, or 0 if the file is missing."""
     return path.stat().st_size if path.exists() else 0
 
 
 def kill_at_random(output: Path, arguments: list[str], complete: int, kills: int, seed: int) -> list[dict[str, Any]]:
-    """Kill, and kill again, and let the last one live; ``complete`` is the size of all results.
+    """Kill several children, then let one finish. ``complete`` is the size of all results.
 
-    Returns for each child that was to be killed whether it was, and how large the results were before and after.
+    Return for each child that should be killed whether it was killed, and the size of the results before and after.
     """
     draw = random.Random(seed)
     results = output / "results.jsonl"
@@ -44,7 +44,7 @@ def kill_at_random(output: Path, arguments: list[str], complete: int, kills: int
     for _ in range(kills):
         before = size(results)
         process = start(output, arguments)
-        # Some moment within the next part of the work, however fast the machine is.
+        # A moment within the next part of the work, on a machine of any speed.
         wanted = before + draw.uniform(0, 0.15) * complete
         deadline = time.monotonic() + 20
         while size(results) < wanted and time.monotonic() < deadline and process.is_alive():

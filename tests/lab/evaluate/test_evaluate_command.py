@@ -14,7 +14,7 @@ from attention_priors.lab.tasks import TASKS
 
 @pytest.fixture
 def run(folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[int, str]]:
-    """Run the command in a folder of its own; gives its exit code and what it said, in one line."""
+    """Run the command in an empty folder. Return its exit code and its output, in one line."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "250")
 
@@ -28,7 +28,7 @@ def run(folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     return command
 
 
-def test_results_tables_and_figures(run, folders, tmp_path, drawn):
+def test_results_tables_and_figures_are_written(run, folders, tmp_path, drawn):
     tasks = "passkey,niah_single_2,niah_multivalue,perplexity,perplexity_short,perplexity_windows,timing"
     options = ["--lengths", "600", "--corpus", str(folders["texts"]), "--depths", "2"]
     code, said = run("llama", "--task", tasks, *options, "--passes", "2", "--documents", "2", "--output", "out")
@@ -70,7 +70,7 @@ def test_lengths_may_be_short_and_in_any_order(run, tmp_path):
     assert "none such" in said
 
 
-def test_results_of_a_trained_model_are_called_after_its_training(run, folders, tmp_path):
+def test_results_of_a_trained_model_have_the_name_of_its_training(run, folders, tmp_path):
     shutil.copytree(folders["ours"], tmp_path / "first" / "model")
     assert run(str(tmp_path / "first" / "model"), "--lengths", "200", "--depths", "2")[0] == 0
     assert (tmp_path / "runs" / "evaluate" / "first" / "results.jsonl").exists()
@@ -85,7 +85,7 @@ def test_the_tasks_are_listed(run):
         assert all(f"{name}: {what}" in said for name, what in TASKS.items())
 
 
-def test_there_must_be_a_model(run):
+def test_the_model_argument_is_required(run):
     code, said = run("--lengths", "200")
     assert code == 2
     assert "name of a saved model" in said
@@ -126,7 +126,7 @@ def test_there_must_be_a_model(run):
         (["--device", "tpu"], "device must be cpu, cuda or cuda:N; got 'tpu'"),
     ],
 )
-def test_a_mistake_is_one_message_and_nothing_is_written(run, folders, tmp_path, arguments, complaint):
+def test_errors_are_one_message_and_write_nothing(run, folders, tmp_path, arguments, complaint):
     arguments = [str(folders["texts"]) if argument == "TEXTS" else argument for argument in arguments]
     code, said = run("llama", *arguments)
     assert code == 1
@@ -143,7 +143,7 @@ def test_numbers_must_be_positive(run, tmp_path, option):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_punkt_needs_its_data(run, folders, monkeypatch, tmp_path):
+def test_missing_punkt_data_is_named(run, folders, monkeypatch, tmp_path):
     import nltk
 
     monkeypatch.setattr(nltk.data, "path", [])
@@ -155,7 +155,7 @@ def test_punkt_needs_its_data(run, folders, monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize("lacking", ["everything", "model", "tokenizer"])
-def test_a_folder_that_is_no_model(run, folders, tmp_path, lacking):
+def test_folders_without_a_model_are_refused(run, folders, tmp_path, lacking):
     folder = tmp_path / "thing"
     if lacking == "everything":
         folder.mkdir()
@@ -170,7 +170,7 @@ def test_a_folder_that_is_no_model(run, folders, tmp_path, lacking):
     assert [path.name for path in tmp_path.iterdir()] == ["thing"]
 
 
-def test_an_output_that_is_a_file(run, tmp_path):
+def test_files_as_output_are_refused(run, tmp_path):
     (tmp_path / "mine").write_text("a file in the way")
     code, said = run("llama", "--lengths", "200", "--output", "mine")
     assert code == 1

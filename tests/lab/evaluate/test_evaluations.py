@@ -1,4 +1,4 @@
-"""Whole evaluations of small random models: every task, resumed, repeated, grown, stopped."""
+"""Whole evaluations of small random models: every task, resumed, repeated, extended, stopped."""
 
 import json
 import math
@@ -37,7 +37,7 @@ def subjects(folders: dict[str, Path]) -> dict[str, Subject]:
     found = {kind: Subject.load(str(folders[kind])) for kind in model_folders.KINDS}
     for subject in found.values():
         generation: Any = subject.model.generation_config
-        generation.eos_token_id = list(range(0, 400, 4))  # so that answers end soon
+        generation.eos_token_id = list(range(0, 400, 4))  # makes answers end early
     return found
 
 
@@ -52,7 +52,7 @@ def plan(folders: dict[str, Path]):
 
 @contextmanager
 def counted(subject: Subject) -> Iterator[list[int]]:
-    """The number of texts in each forward pass."""
+    """Record the number of texts in each forward pass."""
     passes: list[int] = []
     handle = subject.model.register_forward_hook(
         lambda module, args, kwargs, out: passes.append(len(args[0])), with_kwargs=True
@@ -72,7 +72,7 @@ def results(output: Path) -> list[dict[str, Any]]:
 
 
 @KINDS
-def test_every_task(kind: str, subjects: dict[str, Subject], plan: Any, tmp_path: Path):
+def test_every_task_is_evaluated(kind: str, subjects: dict[str, Subject], plan: Any, tmp_path: Path):
     told: list[tuple[str, float, float]] = []
     observer = Observer(on_work=lambda *report: told.append(report))
     summary = evaluate(subjects[kind], plan(*OF_TEXT, lengths=(600,)), tmp_path, chunk=128, observer=observer)
@@ -103,7 +103,7 @@ def test_every_task(kind: str, subjects: dict[str, Subject], plan: Any, tmp_path
             assert all(line["expected"])
             assert ("token_accuracy" in line) == ("tokens_right" in line) == line["task"].startswith("passkey")
             if "tokens_right" in line:
-                assert len(line["tokens_right"]) == len(line["expected"][0])  # a token for each digit
+                assert len(line["tokens_right"]) == len(line["expected"][0])  # one token per digit
                 assert line["token_accuracy"] == pytest.approx(sum(line["tokens_right"]) / len(line["tokens_right"]))
                 assert line["score"] == all(line["tokens_right"])
     assert {len(line["expected"][0]) for line in results(tmp_path) if line["task"] == "passkey_8"} == {8}
@@ -120,7 +120,7 @@ def test_chunks_and_batches_change_no_result(kind: str, subjects: dict[str, Subj
         output = tmp_path / f"{chunk}-{batch}"
         evaluate(subjects[kind], plan(*tasks, lengths=(380,), depths=3), output, chunk=chunk, batch=batch)
         found.append(lines(output))
-    # One token at a time takes long.
+    # Single tokens take long.
     for chunk in (1, 1000):
         evaluate(subjects[kind], plan("passkey", lengths=(180,)), tmp_path / f"small-{chunk}", chunk=chunk)
     assert lines(tmp_path / "small-1") == lines(tmp_path / "small-1000")
@@ -133,10 +133,10 @@ def test_chunks_and_batches_change_no_result(kind: str, subjects: dict[str, Subj
     assert [len(other) for other in found] == [len(found[0])] * 3
 
 
-def test_batches_are_read_together(subjects: dict[str, Subject], plan: Any, tmp_path: Path):
+def test_texts_of_a_batch_share_a_pass(subjects: dict[str, Subject], plan: Any, tmp_path: Path):
     with counted(subjects["ours"]) as passes:
         evaluate(subjects["ours"], plan("passkey", lengths=(200,), depths=5), tmp_path, chunk=1000, batch=3)
-    assert passes == [3, 3, 2, 2]  # the prompt but its last token, and the rest
+    assert passes == [3, 3, 2, 2]  # the prompt except its last token, and the rest
 
 
 def test_a_repeated_evaluation_computes_and_writes_nothing(subjects: dict[str, Subject], plan: Any, tmp_path: Path):
@@ -150,7 +150,7 @@ def test_a_repeated_evaluation_computes_and_writes_nothing(subjects: dict[str, S
     assert [file.read_bytes() for file in files] == before
 
 
-def test_a_grown_evaluation_measures_what_is_new_alone(subjects: dict[str, Subject], plan: Any, tmp_path: Path):
+def test_an_extended_evaluation_measures_only_new_parts(subjects: dict[str, Subject], plan: Any, tmp_path: Path):
     subject = subjects["gpt2"]
     evaluate(subject, plan("passkey", lengths=(200,)), tmp_path)
     kept = (tmp_path / "results.jsonl").read_bytes()
@@ -166,13 +166,13 @@ def test_a_grown_evaluation_measures_what_is_new_alone(subjects: dict[str, Subje
     assert passes_of(plan("passkey", lengths=(180, 200, 260), trials=3, stop_after_zeros=None), batch=2) == 3 * 2 * 2
     assert passes_of(plan("passkey", "passkey_8", lengths=(200,))) == 2 * 2
     assert (tmp_path / "results.jsonl").read_bytes().startswith(kept)
-    # Settings that have nothing to do with a task do not make it another; a seed does, and other depths.
+    # Settings that a task does not use do not change its identity. A seed and other depths do.
     assert passes_of(plan("passkey", lengths=(200,), documents=9, passes=5, stop_after_zeros=None)) == 0
     assert passes_of(plan("passkey", lengths=(200,), seed=1)) == 2 * 2
     assert passes_of(plan("passkey", lengths=(200,), depths=3)) == 3 * 2
 
 
-def test_the_summary_is_of_what_was_asked_for(subjects: dict[str, Subject], plan: Any, tmp_path: Path):
+def test_the_summary_covers_only_the_plan(subjects: dict[str, Subject], plan: Any, tmp_path: Path):
     small = plan("passkey", "perplexity", lengths=(200,))
     alone = evaluate(subjects["gpt2"], small, tmp_path / "alone")
     large = plan("passkey", "perplexity", lengths=(200, 260), trials=2, documents=4)
@@ -183,7 +183,7 @@ def test_the_summary_is_of_what_was_asked_for(subjects: dict[str, Subject], plan
     assert evaluate(subjects["gpt2"], small, tmp_path) == alone
 
 
-def test_a_changed_model_is_measured_anew(subjects: dict[str, Subject], plan: Any, tmp_path: Path):
+def test_a_changed_model_is_measured_again(subjects: dict[str, Subject], plan: Any, tmp_path: Path):
     subject = subjects["attached"]
     asked = plan("passkey", lengths=(200,))
     evaluate(subject, asked, tmp_path)
@@ -203,7 +203,7 @@ def test_a_changed_model_is_measured_anew(subjects: dict[str, Subject], plan: An
     assert len({run["identity"]["model"] for run in runs}) == 2
 
 
-def test_a_corpus_is_known_by_its_text(
+def test_a_corpus_is_identified_by_its_text(
     subjects: dict[str, Subject], folders: dict[str, Path], plan: Any, tmp_path: Path
 ):
     tasks = ("passkey_corpus", "niah_single_2", "perplexity")
@@ -225,12 +225,12 @@ def test_a_corpus_is_known_by_its_text(
     assert passes
     assert all(after[task] != before[task] for task in tasks)
     assert len([line for line in lines(tmp_path / "out") if "identity" in line]) == 6
-    # What is said is of this call's texts, whatever the file holds and in which order; and not of the weights.
+    # The summary covers the texts of this call, in any order of the file, for any weights.
     assert texts(folders["texts"]) == before
     assert texts(folders["texts"], subjects["ours"]) == before
 
 
-def test_the_same_documents_are_read_at_every_length(subjects: dict[str, Subject], plan: Any, tmp_path: Path):
+def test_every_length_reads_equal_documents(subjects: dict[str, Subject], plan: Any, tmp_path: Path):
     asked = plan("perplexity", lengths=(100, 200, 900), documents=3)
     summary = evaluate(subjects["ours"], asked, tmp_path)
     read: dict[int, set[str]] = {}
@@ -242,9 +242,7 @@ def test_the_same_documents_are_read_at_every_length(subjects: dict[str, Subject
     assert [one.documents for one in summary.losses] == [len(read[900])] * 3
 
 
-def test_files_that_are_left_out_are_told(
-    subjects: dict[str, Subject], folders: dict[str, Path], plan: Any, tmp_path: Path
-):
+def test_skipped_files_are_reported(subjects: dict[str, Subject], folders: dict[str, Path], plan: Any, tmp_path: Path):
     shutil.copytree(folders["texts"], tmp_path / "texts")
     (tmp_path / "texts/latin.txt").write_bytes("Übermut.".encode("latin-1"))
     asked = plan("perplexity", "niah_single_2", lengths=(380,), corpus=str(tmp_path / "texts"))
@@ -255,8 +253,10 @@ def test_files_that_are_left_out_are_told(
 
 
 @pytest.mark.parametrize("kind", ["dynamic", "longrope"])
-def test_positions_that_depend_on_the_length_are_read_in_one_pass(kind: str, plan: Any, tmp_path: Path):
-    """Their frequencies beyond 128 tokens are those of a whole pass; keys of an earlier chunk would keep others."""
+def test_length_dependent_positions_need_one_pass(kind: str, plan: Any, tmp_path: Path):
+    """Beyond 128 tokens, their frequencies depend on the whole length. Cached keys would keep the frequencies of
+    earlier chunks.
+    """
     subject = Subject.load(str(model_folders.save(length_dependent(kind), model_folders.tokenizer(), tmp_path / kind)))
     asked = plan("perplexity", "passkey", lengths=(200, 260))
     with pytest.raises(
@@ -272,7 +272,7 @@ def test_positions_that_depend_on_the_length_are_read_in_one_pass(kind: str, pla
             logits = fresh(text[None, : length - 1]).logits[0]  # the last token is not read
         return torch.nn.functional.cross_entropy(logits, text[1:length], reduction="none").double()
 
-    # Whatever was read before; and in chunks as far as they are those of the first length.
+    # Earlier texts do not matter. Chunks match while frequencies are those of the first length.
     for length, chunk in ((260, 260), (200, 200), (128, 50)):
         found = token_losses(subject.model, text[:length], chunk=chunk)
         torch.testing.assert_close(found, once(length), atol=1e-4, rtol=1e-4)
@@ -292,7 +292,7 @@ def length_dependent(kind: str) -> Any:
     return hf.LlamaForCausalLM(config).eval()
 
 
-def test_texts_beyond_rotary_positions_are_told_before_any_work(plan: Any, tmp_path: Path):
+def test_texts_beyond_rotary_positions_raise_an_early_warning(plan: Any, tmp_path: Path):
     folder = model_folders.save(length_dependent("dynamic"), model_folders.tokenizer(), tmp_path / "short")
     subject = Subject.load(str(folder))
     told: list[str] = []
@@ -305,7 +305,7 @@ def test_texts_beyond_rotary_positions_are_told_before_any_work(plan: Any, tmp_p
     assert told[0].endswith(" states 128 positions: rotary positions beyond them were not trained")
 
 
-def test_a_task_stops_where_nothing_is_right(subjects: dict[str, Subject], plan: Any, tmp_path: Path):
+def test_tasks_stop_at_zero_accuracy(subjects: dict[str, Subject], plan: Any, tmp_path: Path):
     subject, lengths = subjects["ours"], (180, 200, 230, 260)
     messages: list[str] = []
     observer = Observer(on_message=messages.append)
@@ -321,7 +321,7 @@ def test_a_task_stops_where_nothing_is_right(subjects: dict[str, Subject], plan:
 
     lifted = evaluate(subject, plan("passkey", lengths=lengths, stop_after_zeros=None), tmp_path)
     assert [(one.length, one.stopped) for one in lifted.accuracies] == [(length, None) for length in lengths]
-    # What is there is shown, and a rule that comes back leaves out nothing of it.
+    # Existing results are shown, and stay when the stopping rule returns.
     assert evaluate(subject, plan("passkey", lengths=lengths), tmp_path) == lifted
 
 
@@ -337,7 +337,7 @@ def test_a_task_stops_where_nothing_is_right(subjects: dict[str, Subject], plan:
         ((1, 1, 1, 0, 0), 2, None),
     ],
 )
-def test_a_task_stops_after_so_many_lengths_running_without_a_right_answer(
+def test_tasks_stop_after_consecutive_lengths_of_zero_accuracy(
     subjects: dict[str, Subject],
     plan: Any,
     tmp_path: Path,
@@ -366,8 +366,8 @@ def test_a_task_stops_after_so_many_lengths_running_without_a_right_answer(
     assert not any(one.stopped for one in found.accuracies[:-1])
 
 
-def test_an_interruption_anywhere_changes_nothing(subjects: dict[str, Subject], plan: Any, tmp_path: Path):
-    """Whole lines are kept and not measured again; the last one may be cut off."""
+def test_interruptions_change_no_result(subjects: dict[str, Subject], plan: Any, tmp_path: Path):
+    """Whole lines are kept and not measured again. The last line may be truncated."""
     subject, asked = subjects["gpt2"], plan("passkey", "niah_single_1", "perplexity", trials=2, lengths=(380, 400))
     summary = evaluate(subject, asked, tmp_path, batch=3)
     path = tmp_path / "results.jsonl"
@@ -379,10 +379,10 @@ def test_an_interruption_anywhere_changes_nothing(subjects: dict[str, Subject], 
             assert evaluate(subject, asked, tmp_path, batch=3) == summary
         assert path.read_bytes() == b"".join(whole)
         if kept == len(whole) - 1:
-            assert len(passes) == 1  # the last document's
+            assert len(passes) == 1  # lines of the last document
 
 
-def test_copies_are_measured_by_kind(tmp_path: Path):
+def test_copying_loss_is_measured_by_kind(tmp_path: Path):
     mixture = CopyMixture(vocabulary_size=30, lag=3)
     subject = Subject("copier", known_models.tiny_decoder(prior="laplace"), None, mixture=mixture)
     asked = EvaluationPlan(tasks=("copying", "timing", "perplexity"), lengths=(12, 24), tokens=240, passes=1)
@@ -395,7 +395,7 @@ def test_copies_are_measured_by_kind(tmp_path: Path):
         assert [row for row in found.copying if row["length"] == length] == expected
         assert [row["kind"] for row in expected] == ["first", "previous", "noise", "all"]
     assert [one.length for one in found.durations] == [12, 12, 24, 24]
-    # The loss by position is that of the rows' beginnings.
+    # The loss by position covers the beginnings of rows.
     assert [(one.length, one.documents, one.tokens) for one in found.losses] == [(12, 8, 88), (24, 8, 184)]
     rows = CopyMixtureRows(mixture, context_length=24, num_rows=8, seed=-1)
     losses = [token_losses(subject.model, rows.sample(index).tokens, chunk=24) for index in range(8)]
@@ -406,13 +406,13 @@ def test_copies_are_measured_by_kind(tmp_path: Path):
     assert not (tmp_path / "new").exists()
 
 
-def test_a_model_of_text_has_no_copies_to_measure(subjects: dict[str, Subject], plan: Any, tmp_path: Path):
+def test_copying_needs_a_copy_mixture(subjects: dict[str, Subject], plan: Any, tmp_path: Path):
     with pytest.raises(ValueError, match=r"tasks: 'copying' needs a model of a recipe with corpus\.copy_mixture"):
         evaluate(subjects["ours"], plan("copying"), tmp_path / "new")
     assert not (tmp_path / "new").exists()
 
 
-def test_sums_of_losses(subjects: dict[str, Subject], plan: Any, tmp_path: Path):
+def test_losses_are_averaged_over_tokens(subjects: dict[str, Subject], plan: Any, tmp_path: Path):
     found = evaluate(subjects["ours"], plan("perplexity", "perplexity_short", lengths=(690,), documents=3), tmp_path)
     for one, name in zip(found.losses, ("perplexity", "perplexity_short"), strict=True):
         texts = [line["losses"] for line in results(tmp_path) if line["task"] == name]
@@ -421,7 +421,7 @@ def test_sums_of_losses(subjects: dict[str, Subject], plan: Any, tmp_path: Path)
         assert one.tokens == sum(sizes)
         assert one.nll == pytest.approx(sum(sums) / sum(sizes))
         assert one.interval is not None
-        # The interval is about the mean, also where texts differ in size.
+        # The interval is around the mean, also for texts of different sizes.
         assert (one.interval.low + one.interval.high) / 2 == pytest.approx(one.nll)
         if name == "perplexity":
             assert one.interval == pytest.approx(mean_interval([loss / 689 for loss in sums]))
@@ -433,10 +433,10 @@ def test_sums_of_losses(subjects: dict[str, Subject], plan: Any, tmp_path: Path)
         assert loss == pytest.approx(sum(bins[2][2] for bins in texts) / 4 / len(texts))
 
 
-def test_losses_that_are_not_finite_are_results(
+def test_losses_that_are_not_finite_are_recorded(
     subjects: dict[str, Subject], plan: Any, tmp_path: Path, monkeypatch: Any
 ):
-    """As in half precision, where logits overflow: what comes after them is measured all the same."""
+    """Logits may overflow in half precision. Later texts are measured too."""
 
     def overflowed(model: Any, tokens: Any, **options: Any) -> Any:
         losses = token_losses(model, tokens, **options)
@@ -463,12 +463,12 @@ def test_losses_that_are_not_finite_are_results(
     assert repr(again) == repr(found)
 
 
-def test_windows_are_pieces_from_all_over_the_documents(subjects: dict[str, Subject], plan: Any, tmp_path: Path):
+def test_windows_cover_all_documents(subjects: dict[str, Subject], plan: Any, tmp_path: Path):
     def texts(documents: int) -> list[str]:
         folder = tmp_path / str(documents)
         found = evaluate(subjects["ours"], plan("perplexity_windows", lengths=(200,), documents=documents), folder)
         lines = results(folder)
-        # Each token but the first of a text has a loss.
+        # Each token except the first of a text has a loss.
         assert all(line["losses"][-1][1] == 199 for line in lines if "losses" in line)
         assert found.losses[0].documents == sum("losses" in line for line in lines)
         return [line["document"] for line in lines if "losses" in line]
@@ -482,7 +482,7 @@ def test_windows_are_pieces_from_all_over_the_documents(subjects: dict[str, Subj
     assert some == [whole[index * len(whole) // len(some)] for index in range(len(some))]
 
 
-def test_a_file_can_be_summarized_as_a_whole(subjects: dict[str, Subject], plan: Any, tmp_path: Path):
+def test_whole_files_can_be_summarised(subjects: dict[str, Subject], plan: Any, tmp_path: Path):
     for kind in ("ours", "llama"):
         evaluate(subjects[kind], plan("passkey", lengths=(200, 260, 300)), tmp_path)
     whole = summarize(Records(tmp_path / "results.jsonl"))
@@ -503,14 +503,14 @@ def test_learned_positions_need_room_for_the_answer(subjects: dict[str, Subject]
         evaluate(subjects["gpt2"], plan("passkey", lengths=(fits + 1,)), tmp_path / "new")
     with pytest.raises(ValueError, match="task 'perplexity'"):
         evaluate(subjects["gpt2"], plan("perplexity", lengths=(longest + 1,)), tmp_path / "new")
-    # No answer is read here.
+    # This task reads no answer.
     evaluate(
         subjects["gpt2"], plan("niah_single_1", "perplexity", "passkey_weight", lengths=(longest,)), tmp_path / "fits"
     )
     assert not (tmp_path / "new").exists()
 
 
-def test_an_output_that_holds_other_things_is_left_alone(subjects: dict[str, Subject], plan: Any, tmp_path: Path):
+def test_outputs_with_foreign_files_are_unchanged(subjects: dict[str, Subject], plan: Any, tmp_path: Path):
     (tmp_path / "results.jsonl").write_text("notes")
     with counted(subjects["ours"]) as passes, pytest.raises(ValueError, match=r"results\.jsonl, line 1"):
         evaluate(subjects["ours"], plan("passkey"), tmp_path)

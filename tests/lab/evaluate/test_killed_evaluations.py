@@ -1,4 +1,4 @@
-"""Evaluations that are killed without warning end as if they had not been."""
+"""Evaluations that are killed without warning have the results of uninterrupted ones."""
 
 import json
 from pathlib import Path
@@ -10,7 +10,7 @@ from thoroughness import DEEP
 KILLS = 10 if DEEP else 4
 
 
-def test_kills_at_random_moments_change_nothing(folders: dict[str, Path], tmp_path: Path):
+def test_kills_at_random_moments_change_no_result(folders: dict[str, Path], tmp_path: Path):
     arguments = [str(folders["attached"]), "--task", "passkey,passkey_corpus,perplexity"]
     arguments += ["--lengths", "290,320,360", "--corpus", str(folders["texts"]), "--depths", "5", "--trials", "2"]
     arguments += ["--batch", "3", "--chunk", "150", "--stop-after-zeros", "2"]
@@ -18,7 +18,7 @@ def test_kills_at_random_moments_change_nothing(folders: dict[str, Path], tmp_pa
     let_live(whole, arguments)
     lives = kill_at_random(killed, arguments, size(whole / "results.jsonl"), KILLS, seed=1)
     assert len(lives) == KILLS
-    # The test is one of resuming: most children were killed, after they had done something.
+    # The test needs resumptions: most children were killed after some work.
     assert sum(life["killed"] for life in lives) >= 0.6 * KILLS, lives
     assert len({life["after"] for life in lives}) >= 0.6 * KILLS, lives
     for name in ("results.jsonl", "table.md", "figures/accuracy_by_length.png"):

@@ -21,7 +21,7 @@ def _fill(path: Path) -> bytes:
     return path.read_bytes()
 
 
-def test_what_is_written_is_read(path: Path):
+def test_records_survive_writing_and_reading(path: Path):
     content = _fill(path)
     assert content.endswith(b"\n")
     lines = [json.loads(line) for line in content.splitlines()]
@@ -36,7 +36,7 @@ def test_what_is_written_is_read(path: Path):
     assert path.read_bytes() == content
 
 
-def test_a_run_is_known_by_all_that_determines_it(path: Path):
+def test_run_identities_include_all_inputs(path: Path):
     records = Records(path)
     run = records.begin(FIRST)
     assert records.begin(dict(reversed(FIRST.items()))) == run
@@ -46,14 +46,14 @@ def test_a_run_is_known_by_all_that_determines_it(path: Path):
     assert len(path.read_bytes().splitlines()) == 4
 
 
-def test_an_id_that_stands_for_another_run_is_refused(path: Path):
+def test_ids_of_other_runs_are_refused(path: Path):
     run = Records(path).begin(FIRST)
     path.write_text(json.dumps({"run": run, "identity": {"task": "other"}}) + "\n")
     with pytest.raises(ValueError, match=rf"run {run} has the identity"):
         Records(path).begin(FIRST)
 
 
-def test_a_last_line_that_was_cut_off_anywhere_is_taken_away(path: Path):
+def test_a_truncated_last_line_is_removed(path: Path):
     content = _fill(path)
     starts = [0, *(place + 1 for place, byte in enumerate(content) if byte == ord("\n"))]
     for size in range(len(content)):
@@ -75,7 +75,7 @@ def test_a_last_line_that_was_cut_off_anywhere_is_taken_away(path: Path):
         (b'{"run": 3}\n', "line 1, is not a line of an evaluation"),
     ],
 )
-def test_a_foreign_file_is_named_and_left_as_it_is(path: Path, content: bytes, complaint: str):
+def test_foreign_files_are_named_and_unchanged(path: Path, content: bytes, complaint: str):
     path.write_bytes(content)
     with pytest.raises(ValueError, match=complaint) as raised:
         Records(path)
@@ -83,7 +83,7 @@ def test_a_foreign_file_is_named_and_left_as_it_is(path: Path, content: bytes, c
     assert path.read_bytes() == content
 
 
-def test_a_number_that_is_not_finite_is_null(path: Path):
+def test_non_finite_numbers_are_null(path: Path):
     record = Records(path).append({"run": "a", "losses": [[1, 1, float("nan")], [2, 3, 1.5]]})
     assert record == {"run": "a", "losses": [[1, 1, None], [2, 3, 1.5]]}
     assert list(Records(path)) == [record]

@@ -1,4 +1,4 @@
-"""The Bayesian account of attention, against its closed forms on drawn logits in float64, and against attend()."""
+"""The Bayesian account of attention: closed forms on random logits in float64, and attend()."""
 
 import math
 from decimal import Context, Decimal, localcontext
@@ -21,7 +21,7 @@ drawn = settings(max_examples=examples(25))
 
 @st.composite
 def logits(draw: st.DrawFn, blind: bool = True) -> AttentionLogits:
-    """Of any size and temperature, with some keys hidden; with ``blind``, all of them from some queries."""
+    """Draw logits of any size and temperature, with some keys hidden. With ``blind``, some queries see no key."""
     generator = torch.Generator().manual_seed(draw(st.integers(0, 2**20)))
     shape = (draw(st.integers(1, 3)), draw(st.integers(1, 6)), draw(st.integers(1, 9)))
     sizes = (draw(st.sampled_from([0.0, 1e-3, 1.0, 30.0])) for _ in "fg")
@@ -56,7 +56,7 @@ def test_bam_theorem_1_posterior_is_the_product_of_the_marginals(given: Attentio
 @drawn
 @given(logits(blind=False))
 def test_bam_appendix_i_overlap_is_the_ratio_of_the_normalisers(given: AttentionLogits) -> None:
-    """``Z = Z_joint / (Z_content Z_position)``: BAM prints its reciprocal beside the sum that it is."""
+    """``Z = Z_joint / (Z_content Z_position)``. BAM prints the reciprocal beside the sum."""
     found = decompose(given)
     normalisers = [
         x.masked_fill(~given.visible, -torch.inf).logsumexp(-1)
@@ -68,7 +68,7 @@ def test_bam_appendix_i_overlap_is_the_ratio_of_the_normalisers(given: Attention
 
 @drawn
 @given(logits(blind=False))
-def test_divergences_are_what_they_are_called(given: AttentionLogits) -> None:
+def test_divergences_match_their_definitions(given: AttentionLogits) -> None:
     found = decompose(given)
 
     def divergence(p: Tensor, q: Tensor) -> Tensor:
@@ -76,7 +76,7 @@ def test_divergences_are_what_they_are_called(given: AttentionLogits) -> None:
 
     close(found.divergence_from_position, divergence(found.posterior, found.position))
     close(found.divergence_from_content, divergence(found.posterior, found.content))
-    # KL(p ‖ p_content p_position) = -ln Z is their sum less the posterior's negative entropy.
+    # KL(p ‖ p_content p_position) = -ln Z is the sum of both divergences and the posterior's entropy.
     entropy = -torch.special.xlogy(found.posterior, found.posterior).sum(-1)
     close(found.interaction_free_energy, found.divergence_from_position + found.divergence_from_content + entropy)
     assert (found.position_share >= -1e-12).all()
@@ -85,8 +85,8 @@ def test_divergences_are_what_they_are_called(given: AttentionLogits) -> None:
 
 @drawn
 @given(st.integers(0, 2**20), st.floats(-6, 2), st.floats(-6, 2))
-def test_float32_keeps_the_digits_of_weak_logits(seed: int, content: float, position: float) -> None:
-    """Spreads from 1e-6 nats to 100 of content and position, with some keys hidden."""
+def test_float32_stays_exact_for_weak_logits(seed: int, content: float, position: float) -> None:
+    """Spreads of content and position range from 1e-6 to 100 nats, with some keys hidden."""
     generator = torch.Generator().manual_seed(seed)
     f, g = (10**size * torch.randn(4, 30, generator=generator) for size in (content, position))
     visible = torch.rand(4, 30, generator=generator) < 0.9
@@ -100,8 +100,8 @@ def test_float32_keeps_the_digits_of_weak_logits(seed: int, content: float, posi
     assert (found.position_share <= 1).all()
 
 
-def test_divergences_of_weak_logits_are_half_their_variances() -> None:
-    """To leading order: ``KL(p ‖ p_position) = Var(f) / 2``, and likewise; without a digit lost to rounding."""
+def test_divergences_of_weak_logits_are_half_of_their_variances() -> None:
+    """To leading order, ``KL(p ‖ p_position) = Var(f) / 2``, and vice versa, without loss of digits."""
     torch.manual_seed(0)
     f, g = (size * torch.randn(5, 40, dtype=torch.float64) for size in (1e-7, 3e-7))
     found = decompose(AttentionLogits(f, g, torch.ones(5, 40, dtype=torch.bool)))
@@ -110,7 +110,7 @@ def test_divergences_of_weak_logits_are_half_their_variances() -> None:
 
 
 @pytest.mark.parametrize("size", [3e-3, 9.9e-3, 1.01e-2, 3e-2, 1.0])
-def test_divergences_have_all_their_digits_on_both_sides_of_the_series(size: float) -> None:
+def test_divergences_are_exact_on_both_sides_of_the_series(size: float) -> None:
     f, g = [0.0, size, -size / 3], [0.4 * size, 0.0, size]
     of_content, of_position = (torch.tensor([row], dtype=torch.float64) for row in (f, g))
     found = decompose(AttentionLogits(of_content, of_position, torch.ones(1, 3, dtype=torch.bool)))
@@ -128,7 +128,7 @@ def test_divergences_have_all_their_digits_on_both_sides_of_the_series(size: flo
     assert [float(part) for part in parts] == pytest.approx(exact, rel=1e-12, abs=0)
 
 
-def test_the_share_of_weak_logits_is_that_of_their_variances() -> None:
+def test_the_share_of_weak_logits_is_the_share_of_variances() -> None:
     torch.manual_seed(0)
     f, g = (size * torch.randn(5, 40, dtype=torch.float64) for size in (1e-7, 3e-7))
     share = decompose(AttentionLogits(f, g, torch.ones(5, 40).bool())).position_share
@@ -136,7 +136,7 @@ def test_the_share_of_weak_logits_is_that_of_their_variances() -> None:
     torch.testing.assert_close(share, variances[1] / (variances[0] + variances[1]), rtol=1e-5, atol=0.0)
 
 
-def test_what_all_keys_have_in_common_changes_nothing_however_much() -> None:
+def test_constants_over_all_keys_change_nothing() -> None:
     torch.manual_seed(0)
     f, g = (torch.randn(4, 9, dtype=torch.float64) for _ in "fg")
     visible = torch.rand(4, 9) < 0.5
@@ -152,7 +152,7 @@ def test_all_parts_have_the_dtype_of_the_logits() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_keys_without_any_weight_are_no_nan(dtype: torch.dtype) -> None:
+def test_keys_of_weight_0_give_no_nan(dtype: torch.dtype) -> None:
     far = torch.finfo(dtype).min
     f = torch.tensor([[0.0, -2000.0, 5.0], [3.0, 0.0, -1e-9]], dtype=dtype, requires_grad=True)
     g = torch.tensor([[0.0, 0.0, -3000.0], [0.0, far, 0.0]], dtype=dtype, requires_grad=True)
@@ -169,7 +169,7 @@ def test_keys_without_any_weight_are_no_nan(dtype: torch.dtype) -> None:
 @drawn
 @given(logits(blind=False))
 def test_a_uniform_prior_has_overlap_1_over_n(given: AttentionLogits) -> None:
-    """BAM has ``Z = 1`` if and only if content and position are independent; where position says nothing it is 1/n."""
+    """BAM states ``Z = 1`` if and only if content and position are independent. With a uniform position, Z is 1/n."""
     found = decompose(AttentionLogits(given.content, torch.zeros((), dtype=torch.float64), given.visible))
     number = given.visible.sum(-1)
     close(found.overlap, 1 / number.double())
@@ -179,7 +179,7 @@ def test_a_uniform_prior_has_overlap_1_over_n(given: AttentionLogits) -> None:
 
 
 def test_overlap_is_1_only_for_one_point_mass() -> None:
-    """And it is not largest where both coincide: two equal marginals of two keys have ``Z = 1/2``."""
+    """Z is not largest for equal marginals: two equal marginals over two keys have ``Z = 1/2``."""
 
     def overlap(content: list[float], position: list[float]) -> float:
         f, g = (torch.tensor([row], dtype=torch.float64) for row in (content, position))
@@ -187,7 +187,7 @@ def test_overlap_is_1_only_for_one_point_mass() -> None:
 
     assert overlap([800.0, 0.0, 0.0], [800.0, 0.0, 0.0]) == 1
     assert overlap([0.0, 0.0, -800.0], [0.0, 0.0, -800.0]) == pytest.approx(0.5)
-    # The same content agrees better with another prior than with itself.
+    # This content overlaps more with another prior than with itself.
     content = [math.log(0.6), math.log(0.3), math.log(0.1)]
     assert overlap(content, [800.0, 0.0, 0.0]) == pytest.approx(0.6)
     assert overlap(content, content) == pytest.approx(0.46)
@@ -195,7 +195,7 @@ def test_overlap_is_1_only_for_one_point_mass() -> None:
 
 @drawn
 @given(logits())
-def test_a_query_without_keys_has_nothing(given: AttentionLogits) -> None:
+def test_queries_without_keys_have_no_results(given: AttentionLogits) -> None:
     f, g = given.content.clone().requires_grad_(), given.position.clone().requires_grad_()
     found = decompose(AttentionLogits(f, g, given.visible))
     blind = ~given.visible.any(-1)
@@ -216,7 +216,7 @@ def test_a_query_without_keys_has_nothing(given: AttentionLogits) -> None:
 
 @settings(max_examples=examples(5))
 @given(logits())
-def test_gradients(given: AttentionLogits) -> None:
+def test_gradients_match_finite_differences(given: AttentionLogits) -> None:
     def of(f: Tensor, g: Tensor) -> tuple[Tensor, ...]:
         found = decompose(AttentionLogits(f, g, given.visible))
         return found.posterior, found.agreement, found.divergence_from_content, found.divergence_from_position
@@ -237,7 +237,7 @@ PRIORS = {
 
 @pytest.mark.parametrize("scale", [None, SSMax(2, init=0.7), SSMax(2, init=0.7, include_prior=False)])
 @pytest.mark.parametrize("name", PRIORS)
-def test_it_is_the_attention_that_is_computed(name: str, scale: SSMax | None) -> None:
+def test_the_account_matches_attend(name: str, scale: SSMax | None) -> None:
     generator = torch.Generator().manual_seed(0)
     query = torch.randn(2, 2, 7, 5, generator=generator, dtype=torch.float64)
     key = torch.randn(2, 1, 9, 5, generator=generator, dtype=torch.float64)
@@ -247,10 +247,10 @@ def test_it_is_the_attention_that_is_computed(name: str, scale: SSMax | None) ->
     unit = torch.eye(9, dtype=torch.float64).expand(2, 1, -1, -1)
     found = decompose_attention(query, key, PRIORS[name], **options)
     close(found.posterior, attend(query, key, unit, PRIORS[name], **options))
-    # Without the prior's own hiding of keys, content is attention with the uniform prior.
+    # Without the prior's own mask, content is attention with the uniform prior.
     if name != "window":
         close(found.content, attend(query, key, unit, None, **options))
-    # The logit scale is an inverse temperature: it depends on nothing but how many keys are seen.
+    # The logit scale is an inverse temperature that depends only on the number of visible keys.
     alone = decompose_attention(0 * query, key, PRIORS[name], **options)
     close(found.position, alone.posterior)
 
@@ -272,7 +272,7 @@ def option_sets() -> dict[str, dict[str, Any]]:
 
 @pytest.mark.parametrize("negative", [False, True])
 @pytest.mark.parametrize("name", option_sets())
-def test_every_option_is_that_of_attend(name: str, negative: bool) -> None:
+def test_every_option_matches_attend(name: str, negative: bool) -> None:
     scale, options = SSMax(4), option_sets()[name]
     query, key = torch.randn(2, 4, 5, 8, dtype=torch.float64), torch.randn(2, 2, 7, 8, dtype=torch.float64)
     with torch.no_grad():
@@ -304,7 +304,7 @@ def test_a_float_mask_counts_as_position() -> None:
     ("name", "wrong"),
     [("position", torch.zeros(3, 5)), ("visible", torch.ones(3, 5, dtype=torch.bool)), ("visible", torch.ones(3, 4))],
 )
-def test_what_does_not_fit_is_named(name: str, wrong: Tensor) -> None:
+def test_invalid_arguments_are_named(name: str, wrong: Tensor) -> None:
     parts = {"content": torch.zeros(3, 4), "position": torch.zeros(4), "visible": torch.ones(4, dtype=torch.bool)}
     with pytest.raises(ValueError, match=f"^{name} must"):
         AttentionLogits(**parts | {name: wrong})
@@ -319,8 +319,8 @@ def test_bam_appendix_k_2_the_overlap_is_at_most_either_largest_weight_and_both_
         assert 0 < float(found.overlap) <= float(most) * (1 + 1e-10)
 
 
-def test_bam_appendix_k_3_the_logit_scale_is_no_z():
-    """An erratum (2.5, H.4): Z moves a row by a constant, which a softmax does not see; s ln n changes the weights."""
+def test_bam_appendix_k_3_the_logit_scale_is_not_z():
+    """Erratum (2.5, H.4): Z shifts a row by a constant, which a softmax ignores. s ln n changes the weights."""
     f, g = seeded(0, 2, 3, 9)
     p = decompose(AttentionLogits(f, g, torch.ones(3, 9, dtype=torch.bool)))
     torch.testing.assert_close((f + g - p.log_overlap.unsqueeze(-1)).softmax(-1), p.posterior, rtol=1e-10, atol=1e-10)
@@ -329,7 +329,7 @@ def test_bam_appendix_k_3_the_logit_scale_is_no_z():
 
 @pytest.mark.parametrize("length", [10, 1000, 100_000])
 def test_goat_section_5_content_of_high_entropy_need_not_leave_the_prior(length: int):
-    """An erratum: weak, of small range, is not ambiguous: content may say of one key alone that it is not it."""
+    """Erratum: content of small range is not ambiguous. It may exclude one single key."""
     f, g = torch.zeros(2, 1, length, dtype=torch.float64)
     f[0, 0], g[0, 0] = -20, 15
     p = decompose(AttentionLogits(f, g, torch.ones(1, length, dtype=torch.bool)))

@@ -27,7 +27,7 @@ def made(config: Any) -> Any:
     model: Any = AutoModelForCausalLM.from_config(config).double().eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            # Fresh models have positions and biases near 0, and normalisations of 1.
+            # In new models, positions and biases are near 0, and normalisations are 1.
             parameter.normal_(1.0 if "ln_" in name or "layer_norm" in name else 0.0, 0.3)
     return model
 
@@ -52,7 +52,7 @@ MODELS = {
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_the_summands_are_the_attention_of_the_model(name: str) -> None:
+def test_summands_match_the_attention_of_the_model(name: str) -> None:
     model = MODELS[name]()
     if not name.startswith("ours"):
         model.set_attn_implementation("eager")
@@ -60,18 +60,18 @@ def test_the_summands_are_the_attention_of_the_model(name: str) -> None:
     assert found.total.shape == (3, 10, 10)
     weights = model(TEXT[None], output_attentions=True).attentions[0][0]
     future = torch.ones(10, 10, dtype=torch.bool).triu(1)
-    # The eager attention of OPT takes its softmax in float32.
+    # OPT's eager attention takes its softmax in float32.
     split = found.total.masked_fill(future, -torch.inf).softmax(-1)
     torch.testing.assert_close(split, weights, rtol=1e-5 if name == "OPT" else 1e-9, atol=1e-12)
     if not name.startswith("ours"):
         assert model.config._attn_implementation == "eager"
     for part in ("content_content", "content_position", "position_content", "position_position", "bias"):
         if part == "bias" and name.startswith("ours"):
-            continue  # it has none
+            continue  # the model has none
         assert float(getattr(found, part).abs().max()) > 1e-3, part
 
 
-def test_heads_that_share_keys_stand_next_to_each_other() -> None:
+def test_heads_that_share_keys_are_adjacent() -> None:
     model = made(
         PriorDecoderConfig(vocab_size=50, hidden_size=32, intermediate_size=32, num_hidden_layers=1,
                            num_attention_heads=4, num_key_value_heads=2, encoding="sinusoidal")
@@ -82,8 +82,8 @@ def test_heads_that_share_keys_stand_next_to_each_other() -> None:
     torch.testing.assert_close(found.masked_fill(future, -torch.inf).softmax(-1), weights, rtol=1e-9, atol=1e-12)
 
 
-def test_each_summand_depends_on_what_it_is_called_after() -> None:
-    """Positions that a LayerNorm takes away leave nothing in the three summands that they have a part in."""
+def test_summands_depend_only_on_the_parts_in_their_names() -> None:
+    """Positions that a LayerNorm removes leave zeros in the three positional summands."""
     model: Any = MODELS["GPT-2"]()
     found = first_layer_logits(model, TEXT)
     with torch.no_grad():
@@ -91,18 +91,18 @@ def test_each_summand_depends_on_what_it_is_called_after() -> None:
     with pytest.raises(ValueError, match="adds no positions"):
         first_layer_logits(model, TEXT)
     with torch.no_grad():
-        model.transformer.wpe.weight.fill_(7.0)  # the same for all features: what a LayerNorm takes away
+        model.transformer.wpe.weight.fill_(7.0)  # equal for all features, which a LayerNorm removes
     bare = first_layer_logits(model, TEXT)
     for part in ("content_position", "position_content", "position_position"):
         assert float(getattr(bare, part).abs().max()) < 1e-9 < float(getattr(found, part).abs().max())
 
 
-def test_gpt_2_as_it_starts_has_little_but_content() -> None:
+def test_a_new_gpt_2_attends_by_content() -> None:
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(GPT2Config(vocab_size=50, n_embd=24, n_layer=2, n_head=3, n_positions=32))
     spreads = first_layer_logits(model, TEXT).spreads(torch.ones(10, 10, dtype=torch.bool).tril())
     assert all(x.shape == (3,) for x in spreads.values())
-    # Embeddings of tokens and of places start alike, and biases at 0.
+    # Embeddings of tokens and positions have equal initial distributions, and biases are 0.
     assert float((spreads["content_content"] / spreads["position_position"]).log().abs().max()) < 1.5
     assert float(spreads["bias"].max()) < 1e-6
 
@@ -114,11 +114,11 @@ def test_gpt_2_as_it_starts_has_little_but_content() -> None:
                      num_key_value_heads=3), "adds no positions"),
         (GPTNeoConfig(vocab_size=50, hidden_size=24, num_layers=1, num_heads=3, attention_types=[[["global"], 1]],
                       max_position_embeddings=32), "attention interface"),
-        # As OPT-350m: positions are added to embeddings of another width.
+        # As in OPT-350m, positions are added to embeddings of another width.
         (OPTConfig(vocab_size=50, hidden_size=24, ffn_dim=32, num_hidden_layers=1, num_attention_heads=3,
                    max_position_embeddings=32, word_embed_proj_dim=12, do_layer_norm_before=False),
          "brings its embeddings from a width of 12 to 24 before its first layer"),
-        # A normalisation of embeddings, a factor, and a normalisation of the sum are no positions.
+        # Normalisations and factors of embeddings are not positions.
         (BloomConfig(vocab_size=50, hidden_size=24, n_layer=1, n_head=3), "changes its embeddings before"),
         (GraniteConfig(vocab_size=50, hidden_size=24, intermediate_size=32, num_hidden_layers=1, num_attention_heads=3,
                        num_key_value_heads=3, embedding_multiplier=12.0), "changes its embeddings before"),
@@ -126,24 +126,24 @@ def test_gpt_2_as_it_starts_has_little_but_content() -> None:
                     is_decoder=True), "changes its embeddings before"),
     ],
 )  # fmt: skip
-def test_models_that_cannot_be_split_are_refused(config: Any, message: str) -> None:
+def test_unsupported_models_are_refused(config: Any, message: str) -> None:
     model = made(config)
     with pytest.raises(ValueError, match=message):
         first_layer_logits(model, TEXT)
 
 
-def test_the_same_token_throughout_hides_no_normalisation() -> None:
+def test_equal_tokens_do_not_hide_a_normalisation() -> None:
     model = made(BloomConfig(vocab_size=50, hidden_size=24, n_layer=1, n_head=3))
     with pytest.raises(ValueError, match="changes its embeddings before"):
         first_layer_logits(model, torch.full((6,), 49))
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_rounding_is_not_taken_for_something_else(name: str) -> None:
+def test_rounding_is_not_an_error(name: str) -> None:
     assert first_layer_logits(MODELS[name]().float(), TEXT).total.shape == (3, 10, 10)
 
 
-def test_queries_that_are_no_linear_function_are_refused_and_the_mode_is_kept() -> None:
+def test_nonlinear_queries_are_refused_and_the_mode_is_kept() -> None:
     model: Any = MODELS["GPT-2"]().train()
     first_layer_logits(model, TEXT)
     assert model.training
@@ -155,7 +155,7 @@ def test_queries_that_are_no_linear_function_are_refused_and_the_mode_is_kept() 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", MODELS)
-def test_half_precision_is_not_taken_for_rotary_positions(name: str, dtype: torch.dtype) -> None:
+def test_half_precision_is_not_mistaken_for_rotary_positions(name: str, dtype: torch.dtype) -> None:
     assert first_layer_logits(MODELS[name]().to(dtype), TEXT).total.isfinite().all()
 
 
@@ -170,13 +170,13 @@ def test_a_text_of_one_token_has_no_split() -> None:
 
 
 @pytest.mark.parametrize("logit_scale", [None, "ssmax"])
-def test_the_audit_of_the_linear_toy_is_of_the_same_logits(logit_scale: str | None) -> None:
+def test_the_audit_and_the_split_have_equal_logits(logit_scale: str | None) -> None:
     model = ours("linear", logit_scale=logit_scale, num_key_value_heads=1)
     audit, split = first_layer_linear_audit(model, TEXT), first_layer_logits(model, TEXT)
     for part in ("content_content", "content_position", "position_content", "position_position"):
         torch.testing.assert_close(getattr(audit.logits, part), getattr(split, part), rtol=1e-6, atol=1e-9)
     assert len(audit.cases) == 3
-    # Of places that are no whole numbers the slope times the difference is still what the logits differ by.
+    # For fractional places, the slope times the difference is still the difference of the logits.
     embedding = model.get_input_embeddings().weight[TEXT]
     places = torch.arange(10.0, dtype=torch.float64).unsqueeze(-1)
     places = (places / ((embedding + places).square().mean(-1, keepdim=True) + 1e-6).sqrt()).squeeze(-1)
@@ -185,13 +185,13 @@ def test_the_audit_of_the_linear_toy_is_of_the_same_logits(logit_scale: str | No
     torch.testing.assert_close(by_position[:, 9, 9] - by_position[:, 9, 4], expected, rtol=1e-5, atol=1e-8)
 
 
-def test_an_audit_of_a_model_is_of_what_its_queries_see() -> None:
+def test_audits_cover_visible_keys_only() -> None:
     audit = first_layer_linear_audit(ours("linear"), TEXT)
-    assert (audit.drift[:, 0] == 0).all()  # the first query sees itself alone
+    assert (audit.drift[:, 0] == 0).all()  # the first query sees only itself
 
 
-def test_a_logit_scale_of_0_has_an_audit() -> None:
-    """What it leaves is nothing; the other heads have theirs."""
+def test_audits_work_with_a_logit_scale_of_0() -> None:
+    """A head with scale 0 has zeros. The other heads are unchanged."""
     model = ours("linear", logit_scale="ssmax")
     plain = first_layer_linear_audit(model, TEXT)
     with torch.no_grad():
@@ -205,7 +205,7 @@ def test_a_logit_scale_of_0_has_an_audit() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_an_audit_of_half_precision_is_that_of_the_model_but_for_rounding(dtype: torch.dtype) -> None:
+def test_audits_in_half_precision_match_within_rounding(dtype: torch.dtype) -> None:
     model = ours("linear", logit_scale="ssmax").to(dtype)
     audit, exact = first_layer_linear_audit(model, TEXT), first_layer_linear_audit(model.double(), TEXT)
     assert audit.cases == exact.cases
@@ -221,11 +221,11 @@ def test_heads_that_are_blind_to_ones_are_case_i() -> None:
     norm = model.model.layers[0].input_layernorm.weight
     with torch.no_grad():
         for projection in (attention.q_proj, attention.k_proj):
-            # Nothing is left of a vector of ones, which the norm has multiplied by its weight.
+            # The norm multiplies the vector of ones by its weight. The projections remove that vector.
             projection.weight -= torch.outer(projection.weight @ norm, norm) / norm.square().sum()
     assert first_layer_linear_audit(model, TEXT).cases == ["i"] * 3
 
 
-def test_the_audit_is_of_the_linear_toy_alone() -> None:
+def test_audits_need_the_linear_toy() -> None:
     with pytest.raises(ValueError, match="does not add each token's position, as a number"):
         first_layer_linear_audit(ours("sinusoidal"), TEXT)

@@ -1,4 +1,4 @@
-"""``attention-priors inspect``: models of all kinds, the numbers that are found, the page, mistakes."""
+"""``attention-priors inspect``: models of all kinds, measured numbers, the page, errors."""
 
 import base64
 import copy
@@ -147,7 +147,7 @@ def folders(tokenizer: PreTrainedTokenizerFast, tmp_path_factory: pytest.TempPat
 
 @pytest.fixture(scope="module", autouse=True)
 def _short_reach() -> Iterator[None]:
-    """Measure the reach in short texts; that of a million tokens takes half of an inspection."""
+    """Measure the reach in short texts only. A million tokens would take half of an inspection."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("attention_priors.lab.inspect.inspection.REACH_LENGTHS", (1024, 4096))
         yield
@@ -161,7 +161,7 @@ def findings(folders: dict[str, Path]) -> dict[str, dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def page_of(findings: dict[str, dict[str, Any]], tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
-    """The page of a model, which is written once."""
+    """Write the page of each model once, and return it."""
 
     @cache
     def write(name: str) -> str:
@@ -193,20 +193,20 @@ def test_every_head_of_every_layer_is_described(name: str, findings: dict[str, d
     json.dumps(numbers, allow_nan=False)
 
 
-def test_our_heads_are_named(findings: dict[str, dict[str, Any]]) -> None:
+def test_heads_have_roles(findings: dict[str, dict[str, Any]]) -> None:
     found = findings["ours"]
     assert [row["role"] for row in found["priors"]] == ["retrieval", "retrieval", "local", "local"] * 2
     assert [row["s"] for row in found["logit_scales"]] == pytest.approx([0.43] * 8, abs=0.6)
-    for row in found["text"]["heads"]:  # SSMax starts at s = 1; the first query sees nothing else
+    for row in found["text"]["heads"]:  # SSMax starts at s = 1; the first query sees no other key
         assert row["inverse_temperature"] == pytest.approx(sum(math.log(n) for n in range(2, 97)) / 95)
     assert found["positions"] == "none"
     assert "8 heads in 2 layers: 4 retrieval and 4 local, for texts of 512 tokens" in inspection_summary(found)
 
 
-def test_reach_and_words_are_of_the_prior_that_attention_applies(
+def test_reach_and_roles_describe_the_applied_prior(
     findings: dict[str, dict[str, Any]], folders: dict[str, Path]
 ) -> None:
-    """And the curve is the prior as it was learned."""
+    """The curve shows the prior as learned, without the scale."""
     model: Any = PriorDecoderForCausalLM.from_pretrained(folders["ours"]).eval()
     attention = model.model.layers[1].self_attn
     places = torch.arange(1024)
@@ -224,7 +224,7 @@ def test_reach_and_words_are_of_the_prior_that_attention_applies(
     assert not any(layer["scales_prior"] for layer in findings["goat on Llama"]["layers"])
 
 
-def test_the_reach_in_the_table_of_heads_is_at_the_length_that_its_caption_names(
+def test_the_table_of_heads_shows_the_reach_at_its_stated_length(
     findings: dict[str, dict[str, Any]],
 ) -> None:
     found = findings["some heads"]
@@ -236,7 +236,7 @@ def test_the_reach_in_the_table_of_heads_is_at_the_length_that_its_caption_names
     assert [row["reach_at_length"] for row in found["priors"] if row["role"] == "uniform"] == [[255, 460, 506]] * 4
 
 
-def test_heads_without_what_is_attached_to_others(findings: dict[str, dict[str, Any]]) -> None:
+def test_heads_without_attached_parts_are_uniform(findings: dict[str, dict[str, Any]]) -> None:
     found = findings["some heads"]
     for row in found["priors"]:
         has = row["head"] in (2, 3)
@@ -250,7 +250,7 @@ def test_heads_without_what_is_attached_to_others(findings: dict[str, dict[str, 
             assert (row["inverse_temperature"] == 1) == (row["head"] < 2)
 
 
-def test_positions_that_were_dropped_are_not_there(findings: dict[str, dict[str, Any]], tmp_path: Path) -> None:
+def test_dropped_positions_are_reported(findings: dict[str, dict[str, Any]], tmp_path: Path) -> None:
     assert findings["a scale on some heads"]["positions"] == "none (a learned table, dropped)"
     assert findings["some heads"]["positions"] == "rotary"
     llama = LlamaConfig(**SMALL, intermediate_size=32, num_hidden_layers=2)
@@ -260,7 +260,7 @@ def test_positions_that_were_dropped_are_not_there(findings: dict[str, dict[str,
         assert load_inspected(tmp_path / words).positions() == words
 
 
-def test_bloom_has_the_biases_that_are_published(findings: dict[str, dict[str, Any]]) -> None:
+def test_bloom_has_its_published_biases(findings: dict[str, dict[str, Any]]) -> None:
     alibi = build_alibi_tensor(torch.ones(1, 512, dtype=torch.long), 4, torch.float32)[:, 0]
     for row in findings["BLOOM"]["priors"]:
         published = [float(alibi[row["head"], 511 - d] - alibi[row["head"], 511]) for d in row["distance"]]
@@ -268,7 +268,7 @@ def test_bloom_has_the_biases_that_are_published(findings: dict[str, dict[str, A
         assert row["prior"] == "laplace"
 
 
-def test_t5_has_the_biases_that_are_published(findings: dict[str, dict[str, Any]], folders: dict[str, Path]) -> None:
+def test_t5_has_its_published_biases(findings: dict[str, dict[str, Any]], folders: dict[str, Path]) -> None:
     model: Any = T5ForConditionalGeneration.from_pretrained(folders["T5"]).requires_grad_(False)
     distances = curve_distances(512)
     for row in findings["T5"]["priors"]:
@@ -282,7 +282,7 @@ def test_t5_has_the_biases_that_are_published(findings: dict[str, dict[str, Any]
             assert "log_prior_ahead" not in row
 
 
-def test_gpt_2_has_an_additive_split_and_others_say_why_not(findings: dict[str, dict[str, Any]]) -> None:
+def test_gpt_2_has_an_additive_split_and_others_a_reason(findings: dict[str, dict[str, Any]]) -> None:
     split = findings["GPT-2"]["additive"]
     assert split["tokens"] == 96
     assert [row["head"] for row in split["heads"]] == [0, 1, 2, 3]
@@ -294,7 +294,7 @@ def test_gpt_2_has_an_additive_split_and_others_say_why_not(findings: dict[str, 
     assert findings["goat on Llama"]["positions"] == "rotary"
 
 
-def test_an_encoder_sees_what_follows_and_is_not_asked_for_a_pass_key(findings: dict[str, dict[str, Any]]) -> None:
+def test_encoders_see_later_tokens_and_have_no_pass_key(findings: dict[str, dict[str, Any]]) -> None:
     found = findings["an encoder"]
     assert (found["kind"], found["positions"]) == ("PriorEncoderForMaskedLM", "none")
     assert [row["role"] for row in found["priors"]] == ["local", "local", "local", "retrieval"] * 2
@@ -336,7 +336,7 @@ def test_the_linear_toy_has_cases_and_slopes(
     assert "case" not in findings["GPT-2"]["additive"]["heads"][0]
 
 
-def test_parts_of_the_prompt(tokenizer: Any) -> None:
+def test_prompt_parts_are_located(tokenizer: Any) -> None:
     sample = figure_4_prompt(tokenizer)
     words = tokenizer.decode(sample.tokens[: sample.needle_start])
     assert words.endswith("about the important information there.\n")
@@ -347,7 +347,7 @@ def test_parts_of_the_prompt(tokenizer: Any) -> None:
     assert len(sample.prompt) == PasskeyTexts(tokenizer, wording="long").minimum_length + 768
 
 
-def test_weights_on_the_pass_key_are_the_models(
+def test_weights_on_the_pass_key_match_the_model(
     findings: dict[str, dict[str, Any]], folders: dict[str, Path], tokenizer: PreTrainedTokenizerFast
 ) -> None:
     found, sample = findings["ours"]["passkey"], figure_4_prompt(tokenizer)
@@ -371,13 +371,13 @@ def test_weights_on_the_pass_key_are_the_models(
 
 
 @pytest.mark.usefixtures("drawn")
-def test_the_page_with_its_drawings(findings: dict[str, dict[str, Any]], tmp_path: Path) -> None:
+def test_the_page_contains_its_figures(findings: dict[str, dict[str, Any]], tmp_path: Path) -> None:
     write_inspection(findings["ours"], tmp_path / "page.html")
     check_page((tmp_path / "page.html").read_text(encoding="utf-8"), findings["ours"])
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_the_page(name: str, findings: dict[str, dict[str, Any]], page_of: Callable[[str], str]) -> None:
+def test_the_page_is_complete(name: str, findings: dict[str, dict[str, Any]], page_of: Callable[[str], str]) -> None:
     check_page(page_of(name), findings[name])
 
 
@@ -402,7 +402,7 @@ def check_page(source: str, found: dict[str, Any]) -> None:
 @in_a_browser
 @pytest.mark.usefixtures("drawn")
 @pytest.mark.parametrize("width", [1440, 390])
-def test_the_page_in_a_browser(
+def test_the_page_works_in_a_browser(
     browser: Any,
     findings: dict[str, dict[str, Any]],
     tmp_path: Path,
@@ -422,7 +422,7 @@ def test_the_page_in_a_browser(
 @in_a_browser
 @pytest.mark.usefixtures("drawn")
 @pytest.mark.parametrize("width", [1440, 390])
-def test_maps_are_as_wide_as_their_labels_need_and_scroll_where_the_window_is_not(
+def test_maps_fit_their_labels_and_scroll_in_narrow_windows(
     browser: Any, findings: dict[str, dict[str, Any]], tmp_path: Path, width: int
 ) -> None:
     write_inspection(findings["ours"], tmp_path / "page.html")
@@ -448,7 +448,7 @@ def test_labels_of_tokens_do_not_overlap(across: int, down: int) -> None:
         "needle_tokens": ["␣pass"] * across, "question_tokens": ["␣pass"] * down,
     }  # fmt: skip
     figure = attention_map(passkey, {"weights": torch.full((ends[-1], ends[-1]), 0.1).tril()}, "head 0.0")
-    png(figure)  # which lays it out
+    png(figure)  # lays the figure out
     closer = figure.axes[0]
     for number, axis, tokens, room in (
         (0, closer.xaxis, across, closer.get_window_extent().width),
@@ -460,7 +460,7 @@ def test_labels_of_tokens_do_not_overlap(across: int, down: int) -> None:
         assert apart >= 1.1 * 7, number
 
 
-def test_the_page_says_why_these_heads_have_maps(
+def test_the_page_explains_the_choice_of_maps(
     findings: dict[str, dict[str, Any]], folders: dict[str, Path], page_of: Callable[[str], str], tmp_path: Path
 ) -> None:
     def words(source: str) -> str:
@@ -472,7 +472,7 @@ def test_the_page_says_why_these_heads_have_maps(
 
     most = "3 of the heads with most weight on the pass key"
     whys = [shown["why"] for shown in findings["GPT-2"]["passkey"]["maps"]]
-    assert whys == ["most"] * 3 + ["least"] * 3  # all of its heads are of one kind
+    assert whys == ["most"] * 3 + ["least"] * 3  # all heads have one role
     assert f"Maps, in order: {most} and 3 of the heads with least weight on the pass key." in words(page_of("GPT-2"))
     found = findings["some heads"]
     needle = {(row["layer"], row["head"]): row["needle"] for row in found["passkey"]["heads"]}
@@ -490,11 +490,11 @@ def test_the_page_says_why_these_heads_have_maps(
     assert [(shown["layer"], shown["head"]) for shown in found["passkey"]["maps"]] == [(1, 0), (0, 2)]
     assert "Maps, in order: 2 of the requested heads." in page(found)
     for shown in found["passkey"]["maps"]:
-        del shown["why"]  # as it was before that was noted
+        del shown["why"]  # files of earlier versions lack it
     assert "Maps, in order" not in page(found)
 
 
-def test_models_without_priors_are_not_said_to_have_some(findings: dict[str, dict[str, Any]]) -> None:
+def test_models_without_priors_are_reported_as_such(findings: dict[str, dict[str, Any]]) -> None:
     without = {"linear", "a linear encoder", "a scale on some heads", "GPT-2", "short GPT-2"}
     for name, found in findings.items():
         assert {layer["has_prior"] for layer in found["layers"]} == {name not in without}, name
@@ -503,8 +503,8 @@ def test_models_without_priors_are_not_said_to_have_some(findings: dict[str, dic
         assert words == {"uniform" if name in without else "yes"}, name
 
 
-def test_a_mask_of_the_models_own_is_seen_for_what_it_is(tokenizer: Any, tmp_path: Path) -> None:
-    """Llama 4's chunks are known as a matrix alone, which is causal."""
+def test_custom_model_masks_are_reported(tokenizer: Any, tmp_path: Path) -> None:
+    """Llama 4's chunks are known only as a matrix, which is causal."""
     config = Llama4TextConfig(
         **SMALL, intermediate_size=32, intermediate_size_mlp=32, num_hidden_layers=4, num_key_value_heads=2, head_dim=6,
         num_local_experts=2, attention_chunk_size=16, no_rope_layers=[1, 1, 1, 0],
@@ -523,13 +523,13 @@ def test_a_mask_of_the_models_own_is_seen_for_what_it_is(tokenizer: Any, tmp_pat
     for name in ("reach", "heads"):
         assert "In 3 of 4 layers, the model's own mask may hide further keys" in tables[name].caption
     for layer in found["layers"]:
-        del layer["own_mask"]  # as it was before that was noted
+        del layer["own_mask"]  # files of earlier versions lack it
     tables = inspection_tables(found)
     assert "mask" not in tables["reach"].caption
     assert {line[2] for line in tables["layers"].lines} == {"preceding tokens"}
 
 
-def test_layers_that_see_one_key_leave_the_rest_to_be_looked_at(tokenizer: Any, tmp_path: Path) -> None:
+def test_layers_that_see_one_key_do_not_stop_the_inspection(tokenizer: Any, tmp_path: Path) -> None:
     config = MistralConfig(**SMALL, intermediate_size=32, num_hidden_layers=2, num_key_value_heads=2, sliding_window=1)
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "model")
     tokenizer.save_pretrained(tmp_path / "model")
@@ -557,7 +557,7 @@ def test_without_a_tokenizer_only_the_priors_are_described(tmp_path: Path) -> No
     assert "Not measured" in (tmp_path / "page.html").read_text(encoding="utf-8")
 
 
-def test_a_tokenizer_that_does_not_end_texts_is_as_none(tokenizer: Any, tmp_path: Path) -> None:
+def test_a_tokenizer_without_end_token_is_not_used(tokenizer: Any, tmp_path: Path) -> None:
     ours().save_pretrained(tmp_path / "model")
     endless = copy.deepcopy(tokenizer)
     endless.eos_token = None
@@ -588,13 +588,13 @@ def test_without_a_tokenizer_a_model_must_have_positions_for_a_few_tokens(tmp_pa
         ({"heads": ((0, 0.0),)}, "heads must be a tuple of pairs"),
     ],
 )
-def test_plans_that_make_no_sense_are_refused(wrong: dict[str, Any], message: str) -> None:
+def test_invalid_plans_are_refused(wrong: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=f"^{message}"):
         InspectionPlan(**wrong)
 
 
 def test_without_a_text_no_additive_split_is_shown(tmp_path: Path) -> None:
-    """Of tokens that nobody wrote it would say nothing; where there is none, that is still said."""
+    """Random tokens would say nothing about positions. A missing split has its reason."""
     for name, reason in (("GPT-2", "no tokenizer"), ("goat on Llama", "adds no positions")):
         MODELS[name]().save_pretrained(tmp_path / name)
         found = inspect_model(load_inspected(tmp_path / name), InspectionPlan(length=64, text=TEXT))
@@ -602,7 +602,7 @@ def test_without_a_text_no_additive_split_is_shown(tmp_path: Path) -> None:
         assert reason in found["additive"]["reason"]
 
 
-def test_no_more_of_a_text_is_split_into_tokens_than_is_read(
+def test_only_the_read_part_of_a_text_is_tokenised(
     folders: dict[str, Path], tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     given = load_inspected(folders["ours"])
@@ -610,7 +610,7 @@ def test_no_more_of_a_text_is_split_into_tokens_than_is_read(
     whole, sizes = given.tokenizer.encode, list[int]()
 
     def encode(text: str) -> list[int]:
-        """Of one that takes any number of spaces for one."""
+        """Encode a text with runs of spaces merged."""
         return whole(re.sub(" +", " ", text))
 
     def counted(text: str) -> list[int]:
@@ -625,7 +625,7 @@ def test_no_more_of_a_text_is_split_into_tokens_than_is_read(
     assert max(sizes) < 10_000 < len(texts["words"])
 
 
-def test_curves_of_keys_that_follow_are_drawn_where_they_are_others(
+def test_curves_of_later_keys_are_drawn_if_they_differ(
     findings: dict[str, dict[str, Any]], page_of: Callable[[str], str]
 ) -> None:
     for name, layers in (("T5", {0, 1}), ("an encoder", set()), ("ours", set())):
@@ -639,7 +639,7 @@ def test_curves_of_keys_that_follow_are_drawn_where_they_are_others(
         assert ("Thin lines" in page_of(name)) is bool(layers)
 
 
-def test_the_page_says_what_it_shows(findings: dict[str, dict[str, Any]], page_of: Callable[[str], str]) -> None:
+def test_the_page_describes_its_figures(findings: dict[str, dict[str, Any]], page_of: Callable[[str], str]) -> None:
     pages = {name: Page(page_of(name)).text for name in ("ours", "linear", "GPT-2")}
     scaled = ("The curves show the priors as learned", "multiplied by the logit scale as in attention")
     assert all((words in pages["ours"], words in pages["GPT-2"]) == (True, False) for words in scaled)
@@ -652,7 +652,7 @@ def test_the_page_says_what_it_shows(findings: dict[str, dict[str, Any]], page_o
         )
 
 
-def test_gaussians_within_sums_are_in_the_scatter(tokenizer: Any, tmp_path: Path) -> None:
+def test_the_scatter_includes_gaussians_within_sums(tokenizer: Any, tmp_path: Path) -> None:
     config = PriorDecoderConfig(
         **SMALL, intermediate_size=32, num_hidden_layers=1,
         prior=[{"name": "generalized_gaussian", "init": "spread"}, {"name": "key_sink", "train_length": 64}],
@@ -667,7 +667,9 @@ def test_gaussians_within_sums_are_in_the_scatter(tokenizer: Any, tmp_path: Path
     assert "generalized gaussian amplitude" not in heads
 
 
-def test_the_command(folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_command_writes_page_and_results(
+    folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("attention_priors.lab.inspect.inspection.REACH_LENGTHS", REACH_LENGTHS)
     (tmp_path / "text.py").write_text(TEXT, encoding="utf-8")
     heads = ["--heads", "1.3", "--heads", "0.0"]
@@ -695,14 +697,14 @@ def test_the_command(folders: dict[str, Path], tmp_path: Path, monkeypatch: pyte
         (["--text", "nowhere.txt"], "nowhere.txt"),
     ],
 )
-def test_mistakes_are_named(options: list[str], message: str, folders: dict[str, Path], tmp_path: Path) -> None:
+def test_invalid_options_are_named(options: list[str], message: str, folders: dict[str, Path], tmp_path: Path) -> None:
     done = CliRunner().invoke(app, ["inspect", str(folders["ours"]), "--output", str(tmp_path / "out"), *options])
     assert done.exit_code == 1
     assert message in " ".join(done.output.split())
     assert not [*tmp_path.glob("out/*")]
 
 
-def test_a_classifier_of_images_is_no_language_model(tmp_path: Path) -> None:
+def test_image_classifiers_are_refused(tmp_path: Path) -> None:
     small = PriorVisionConfig(
         image_size=8, patch_size=4, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2
     )
@@ -711,20 +713,20 @@ def test_a_classifier_of_images_is_no_language_model(tmp_path: Path) -> None:
         load_inspected(tmp_path)
 
 
-def test_a_model_that_is_not_there_leaves_no_folder(tmp_path: Path) -> None:
+def test_missing_models_leave_no_folder(tmp_path: Path) -> None:
     done = CliRunner().invoke(app, ["inspect", str(tmp_path / "nowhere"), "--output", str(tmp_path / "out")])
     assert "does not exist as a folder" in " ".join(done.output.split())
     assert not [*tmp_path.iterdir()]
 
 
-def test_encoders_of_transformers_are_named(tmp_path: Path) -> None:
+def test_encoders_of_transformers_are_refused_by_name(tmp_path: Path) -> None:
     config = BertConfig(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16, vocab_size=30)
     BertModel(config).save_pretrained(tmp_path)
     with pytest.raises(ValueError, match=r"an encoder \(bert\); .* inspect supports encoders of this package"):
         load_inspected(tmp_path)
 
 
-def test_an_output_that_cannot_be_written_to_is_named_before_any_work(
+def test_unwritable_outputs_are_named_before_any_work(
     folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "out").write_text("a file")
@@ -734,26 +736,26 @@ def test_an_output_that_cannot_be_written_to_is_named_before_any_work(
     assert "cannot write to the output folder" in " ".join(done.output.split())
 
 
-def test_a_text_that_the_model_has_no_positions_for(folders: dict[str, Path]) -> None:
+def test_texts_beyond_learned_positions_are_refused(folders: dict[str, Path]) -> None:
     plan = InspectionPlan(text=TEXT, text_tokens=200)
     with pytest.raises(ValueError, match="a table of 128 positions and cannot read rows of 200 tokens"):
         inspect_model(load_inspected(folders["short GPT-2"]), plan)
 
 
-def test_a_short_table_is_read_to_its_end_where_nothing_else_is_asked_for(folders: dict[str, Path]) -> None:
+def test_the_default_length_is_limited_by_the_table(folders: dict[str, Path]) -> None:
     found = inspect_model(load_inspected(folders["short GPT-2"]), InspectionPlan(length=64, text=TEXT * 4))
     assert found["text"]["tokens"] == 128
     assert "a table of 128 positions" in found["passkey"]["reason"]
 
 
-def test_models_without_priors_are_not_said_to_decide_by_them(findings: dict[str, dict[str, Any]]) -> None:
+def test_models_without_priors_attend_by_content(findings: dict[str, dict[str, Any]]) -> None:
     assert "the content (with its own positions: a learned table) determines all attention, as there is " \
         "no prior." in inspection_summary(findings["GPT-2"])  # fmt: skip
     assert "mean over heads, and the content the rest" in inspection_summary(findings["ours"])
     assert "the content (with its own positions: rotary) the rest" in inspection_summary(findings["goat on Llama"])
 
 
-def test_the_inspection_of_a_namesake_is_not_written_over(
+def test_inspections_of_other_models_are_not_overwritten(
     folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)

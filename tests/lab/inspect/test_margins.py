@@ -1,4 +1,4 @@
-"""Sinks by margin: the bounds hold on drawn logits in float64, and are attained where the paper says so."""
+"""Sinks by margin: the bounds hold on random logits in float64, and are attained where the paper says so."""
 
 import math
 
@@ -42,7 +42,7 @@ def test_goat_theorem_5_1_collapse_to_the_prior(given: AttentionLogits) -> None:
 
 
 def test_goat_theorem_5_1_bounds_are_approached_by_two_keys() -> None:
-    """A faint key that content favours by ω has the weight ``π e^ω`` but for terms of the order of π."""
+    """A key of small prior that content favours by ω has the weight ``π e^ω``, up to terms of the order of π."""
     omega, faint = 2.0, 1e-9
     position = torch.tensor([[0.0, math.log(faint)]], dtype=torch.float64)
     visible = torch.ones(1, 2, dtype=torch.bool)
@@ -50,14 +50,14 @@ def test_goat_theorem_5_1_bounds_are_approached_by_two_keys() -> None:
         given = AttentionLogits(torch.tensor([content], dtype=torch.float64), position, visible)
         bound = collapse_bounds(given)[which][0, 1]
         assert float(decompose(given).posterior[0, 1] / bound) == pytest.approx(1, rel=1e-7)
-    # And without content both are the prior.
+    # Without content, both equal the prior.
     given = AttentionLogits(torch.zeros(1, 2, dtype=torch.float64), position, visible)
     for bound in collapse_bounds(given):
         torch.testing.assert_close(bound, decompose(given).posterior)
 
 
-def test_bounds_of_strong_content_are_numbers() -> None:
-    """``e^ω`` overflows in float32 from 88.7 nats on: no hidden key, and none that the prior all but hides, is nan."""
+def test_bounds_of_strong_content_are_finite() -> None:
+    """``e^ω`` overflows in float32 above 88.7 nats. Hidden keys, and keys of tiny prior, must not give nan."""
     content = torch.tensor([[100.0, 0.0, 5.0], [3.0, 2.0, 90.0], [1.0, 2.0, 3.0]], requires_grad=True)
     position = torch.tensor([[0.0, -150.0, 0.0], [0.0, 0.0, -200.0], [0.0, 0.0, 0.0]])
     visible = torch.tensor([[True, True, False], [True, True, True], [False, False, False]])
@@ -71,7 +71,7 @@ def test_bounds_of_strong_content_are_numbers() -> None:
     assert float(high[2].sum()) == float(low[2].sum()) == float(high[0, 2]) == float(low[0, 2]) == 0
 
 
-def test_the_upper_bound_is_a_number_in_float32() -> None:
+def test_the_upper_bound_is_finite_in_float32() -> None:
     logits = AttentionLogits(torch.tensor([[200.0, 0.0]]), torch.zeros(1, 2), torch.ones(1, 2, dtype=torch.bool))
     assert collapse_bounds(logits)[1].isfinite().all()
 
@@ -140,13 +140,13 @@ def test_goat_theorem_5_4_is_attained_and_needs_the_total_margin() -> None:
     bound = sensitivity_bound(torch.tensor([1.3], dtype=torch.float64), 5)
     assert float(bound) == pytest.approx(4 / (math.exp(1.3) + 4))
     torch.testing.assert_close(context_sensitivity(decompose(still).posterior, 0), bound)
-    # Content that speaks against the sink: the prior's margin alone promises too much.
+    # If content opposes the sink, the prior's margin alone promises too much.
     against = AttentionLogits(torch.tensor([[-1.0, 0.0, 0.0, 0.0, 0.0]], dtype=torch.float64), position, visible)
     assert float(context_sensitivity(decompose(against).posterior, 0)) > float(bound)
 
 
-def test_goat_theorem_5_4_a_fixed_margin_does_not_keep_it_away_from_1() -> None:
-    """The paper has it bounded away from 1 and decoupled from the length; the margin must grow like ln n for that."""
+def test_goat_theorem_5_4_a_fixed_margin_does_not_bound_it_away_from_1() -> None:
+    """The paper claims a bound away from 1 at every length. For that, the margin must grow like ln n."""
     lengths = torch.tensor([10.0, 1e3, 1e6, 1e9], dtype=torch.float64)
     fixed = sensitivity_bound(torch.full((4,), 5.0, dtype=torch.float64), lengths)
     assert (fixed.diff() > 0).all()
@@ -157,7 +157,7 @@ def test_goat_theorem_5_4_a_fixed_margin_does_not_keep_it_away_from_1() -> None:
 
 @drawn
 @given(logits(), st.integers(0, 999))
-def test_goat_equation_29_noise_moves_the_output_by_no_more(given: AttentionLogits, seed: int) -> None:
+def test_goat_equation_29_bounds_the_effect_of_noise(given: AttentionLogits, seed: int) -> None:
     p = decompose(given).posterior
     generator = torch.Generator().manual_seed(seed)
     noise = torch.randn(*p.shape[:-2], p.shape[-1], 3, generator=generator, dtype=torch.float64)
@@ -167,7 +167,7 @@ def test_goat_equation_29_noise_moves_the_output_by_no_more(given: AttentionLogi
     assert (moved <= context_sensitivity(p, 0) * (1 + 1e-12) + 1e-15).all()
 
 
-def test_sensitivity_keeps_its_digits() -> None:
+def test_sensitivity_is_exact_near_0() -> None:
     weights = torch.tensor([1.0, 1e-20], dtype=torch.float64)
     assert float(context_sensitivity(weights, 0)) == 1e-20
     assert float(sensitivity_bound(torch.tensor(800.0, dtype=torch.float64), 7)) < 1e-300
@@ -175,7 +175,7 @@ def test_sensitivity_keeps_its_digits() -> None:
 
 
 @pytest.mark.parametrize("key", [-1, 4])
-def test_a_key_that_is_not_there(key: int) -> None:
+def test_missing_keys_are_refused(key: int) -> None:
     logits = AttentionLogits(torch.zeros(2, 4), torch.zeros(4), torch.ones(4, dtype=torch.bool))
     with pytest.raises(ValueError, match=f"key must be from 0 to 3, got {key}"):
         sink_margin(logits, key)

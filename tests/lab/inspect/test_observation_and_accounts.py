@@ -1,4 +1,4 @@
-"""What layers ask of attention while models read, and what is made of it."""
+"""Observed calls of attention in layers while models read, and their accounts."""
 
 import math
 from typing import Any
@@ -68,11 +68,11 @@ def seen(model: Any, **inputs: Any) -> list[Any]:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_what_is_seen_is_the_attention_of_the_model(name: str) -> None:
+def test_observed_attention_matches_the_model(name: str) -> None:
     model = MODELS[name]()
     before = model(TEXT[None]).logits
     layers = seen(model, input_ids=TEXT[None])
-    torch.testing.assert_close(model(TEXT[None]).logits, before, rtol=0, atol=0)  # and it is what it was
+    torch.testing.assert_close(model(TEXT[None]).logits, before, rtol=0, atol=0)  # and the model is unchanged
     assert [layer.index for layer in layers] == [*range(len(layers))]
     modules = dict(model.named_modules())
     assert all(modules[layer.name] is layer.module for layer in layers)
@@ -85,7 +85,7 @@ def test_what_is_seen_is_the_attention_of_the_model(name: str) -> None:
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
 
 
-def test_t5_has_its_own_biases_in_both_stacks_and_none_across() -> None:
+def test_t5_has_biases_in_both_stacks_and_none_in_cross_attention() -> None:
     torch.manual_seed(0)
     model: Any = T5ForConditionalGeneration(
         T5Config(vocab_size=50, d_model=24, d_kv=6, d_ff=32, num_layers=2, num_heads=4)
@@ -105,7 +105,7 @@ def test_t5_has_its_own_biases_in_both_stacks_and_none_across() -> None:
         torch.testing.assert_close(found.masked_fill(~past, 0.0), published.masked_fill(~past, 0.0))
 
 
-def test_an_error_while_reading_leaves_the_model_alone() -> None:
+def test_an_error_while_reading_leaves_the_model_unchanged() -> None:
     model = MODELS["Llama"]()
 
     def fail(layer: Any) -> None:
@@ -119,7 +119,7 @@ def test_an_error_while_reading_leaves_the_model_alone() -> None:
     assert seen(model, input_ids=TEXT[None])[0].index == 0
 
 
-def test_models_that_cannot_be_seen_say_why() -> None:
+def test_models_without_observable_attention_are_refused_with_the_reason() -> None:
     model = made(
         GPTNeoConfig(
             vocab_size=50, hidden_size=24, num_layers=1, num_heads=4, attention_types=[[["global"], 1]],
@@ -158,7 +158,7 @@ def test_accounts_are_means_over_the_queries(name: str) -> None:
             assert 0 <= row["entropy"] <= math.log(len(TEXT))
 
 
-def test_accounts_do_not_depend_on_how_many_queries_are_taken_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_accounts_do_not_depend_on_the_block_of_queries(monkeypatch: pytest.MonkeyPatch) -> None:
     from attention_priors.lab.inspect import inspection as account
 
     layer = seen(MODELS["ours"](), input_ids=TEXT[None])[0]
@@ -170,7 +170,7 @@ def test_accounts_do_not_depend_on_how_many_queries_are_taken_at_a_time(monkeypa
             assert found[name] is None if value is None else found[name] == pytest.approx(value, rel=1e-6), name
 
 
-def test_accounts_of_gates_and_null_keys() -> None:
+def test_accounts_include_gates_and_null_keys() -> None:
     config = PriorDecoderConfig(
         **SMALL, intermediate_size=32, num_hidden_layers=1, key_bias="forget_gate", null_logit="null_key"
     )
@@ -198,14 +198,14 @@ def test_a_text_of_one_token_has_no_account() -> None:
 
 
 def problem(query: Tensor, key: Tensor, prior: Prior | None, **options: Any) -> Problem:
-    """Of causal attention, without any option that is not given."""
+    """Build causal attention with the given options only."""
     names = "logit_scale softmax_scale query_positions key_positions document_ids key_padding_mask attn_mask"
     nothing: dict[str, Any] = dict.fromkeys(names.split())
     nothing |= {"causal": True, "relative": None, "dropout_p": 0.0}
     return make_problem(query, key, key, prior, **nothing | options)
 
 
-def test_every_number_of_an_account_is_what_it_is_called() -> None:
+def test_every_number_of_an_account_matches_its_definition() -> None:
     torch.manual_seed(0)
     query, key = 2 * torch.randn(2, 2, 40, 8, dtype=torch.float64), torch.randn(2, 2, 40, 8, dtype=torch.float64)
     sink = KeySink(2, train_length=40)
@@ -213,7 +213,7 @@ def test_every_number_of_an_account_is_what_it_is_called() -> None:
         sink.bump.fill_(2.0)
     places = 3 * torch.arange(40)
     padding = torch.zeros(2, 40, dtype=torch.bool)
-    padding[1, :20] = True  # of the second text, which is not accounted for
+    padding[1, :20] = True  # of the second text, which the account skips
     scale = SSMax(2, init=0.4)
     asked = problem(query, key, sink, logit_scale=scale, query_positions=places, key_positions=places,
                        key_padding_mask=padding)  # fmt: skip
@@ -244,14 +244,14 @@ def test_every_number_of_an_account_is_what_it_is_called() -> None:
             assert row[name] == pytest.approx(middle, rel=1e-9)
 
 
-def test_a_head_that_sees_one_key_alone_has_no_account() -> None:
+def test_heads_that_see_one_key_have_no_account() -> None:
     only_itself = torch.stack([torch.zeros(4, 4), torch.zeros(4, 4).masked_fill(~torch.eye(4).bool(), -torch.inf)])
     query = torch.randn(1, 2, 4, 4)
     with pytest.raises(ValueError, match="no query of the text sees two keys"):
         head_accounts(problem(query, query, None, attn_mask=only_itself[None]))
 
 
-def test_the_first_key_is_that_at_index_0_though_it_be_padding() -> None:
+def test_the_first_key_has_index_0_even_if_it_is_padding() -> None:
     torch.manual_seed(0)
     query = torch.randn(1, 2, 6, 4)
     padding = torch.zeros(1, 6, dtype=torch.bool)
@@ -259,19 +259,19 @@ def test_the_first_key_is_that_at_index_0_though_it_be_padding() -> None:
     for row in head_accounts(problem(query, query, None, key_padding_mask=padding)):
         assert row["first"] == row["sink"] == 0
         assert row["sink_content"] is row["sink_position"] is None
-    # Of two documents, the second gives the first one's first key nothing.
+    # In the second of two documents, queries give the first document's first key nothing.
     documents = torch.tensor([[0, 0, 0, 1, 1, 1]])
     for row in head_accounts(problem(0 * query, query, None, document_ids=documents)):
         assert row["first"] == pytest.approx((1 / 2 + 1 / 3 + 0 + 0) / 4)
 
 
-def test_a_tie_is_no_lead() -> None:
+def test_a_tie_has_no_sink() -> None:
     (row, _) = head_accounts(problem(torch.zeros(1, 2, 4, 4), torch.zeros(1, 2, 4, 4), None))
     assert row["sink"] == 0
     assert row["sink_content"] is None
 
 
-def test_sinks_of_other_peoples_models() -> None:
+def test_sinks_of_other_models_are_observed() -> None:
     model = MODELS["GPT-2"]()
     rows = sink_mass_rows(model, [TEXT], factors=[0.0, 1.0])
     assert len(rows) == 2 * 4 * 2
@@ -279,7 +279,7 @@ def test_sinks_of_other_peoples_models() -> None:
     assert all(row["mass"] == pytest.approx(uniform, rel=1e-5) for row in rows if row["factor"] == 0)
 
 
-def test_sinks_of_a_model_that_computes_attention_in_some_of_its_layers() -> None:
+def test_sinks_of_hybrid_models_are_observed() -> None:
     config = JambaConfig(
         **SMALL,
         intermediate_size=32,
@@ -299,7 +299,7 @@ def test_sinks_of_a_model_that_computes_attention_in_some_of_its_layers() -> Non
     assert all(row["mass"] == pytest.approx(uniform, rel=1e-5) for row in rows if row["factor"] == 0)
 
 
-def test_decoders_of_ours_are_seen_with_their_scales() -> None:
+def test_our_decoders_are_observed_with_their_scales() -> None:
     torch.manual_seed(0)
     config = PriorDecoderConfig(
         **SMALL, intermediate_size=32, num_hidden_layers=2, prior="generalized_gaussian", logit_scale="ssmax"
@@ -317,8 +317,8 @@ def test_the_inverse_temperature_is_the_logit_scale() -> None:
         AttentionLogits(torch.zeros(3, 4), torch.zeros(4), torch.ones(4, dtype=torch.bool), torch.ones(2))
 
 
-def test_a_sliding_window_ends_the_growth_of_the_logit_scale() -> None:
-    """What is seen makes the scale of texts of other lengths as the layer would."""
+def test_sliding_windows_bound_the_logit_scale() -> None:
+    """Observations give the scale at other lengths as the layer would."""
     config = MistralConfig(**SMALL, intermediate_size=32, num_hidden_layers=1, num_key_value_heads=2, sliding_window=8)
     (layer,) = seen(attach(made(config), "laplace", logit_scale="ssmax"), input_ids=TEXT[None])
     scale = layer.problem.logit_scale

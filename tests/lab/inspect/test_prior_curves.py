@@ -49,7 +49,7 @@ def test_distances_run_from_zero_to_the_start_of_the_text(length):
     assert distances == sorted(set(distances))
     assert distances[:17] == list(range(min(length, 17)))
     assert len(distances) <= 160
-    # No doubling is without a point, so that curves look smooth on a logarithmic axis.
+    # Every doubling has a point, so that curves look smooth on a logarithmic axis.
     assert all(later <= 1.2 * earlier + 1 for earlier, later in pairwise(distances[1:]))
 
 
@@ -59,7 +59,7 @@ def test_distances_need_a_length():
 
 
 @pytest.mark.parametrize("name", PRIORS)
-def test_rows_hold_the_log_prior_that_the_last_query_sees(name):
+def test_rows_hold_the_log_prior_of_the_last_query(name):
     rows = prior_rows([PRIORS[name]], length=60)
     assert [(row["layer"], row["head"], row["prior"]) for row in rows] == [(0, head, name) for head in range(3)]
     with torch.no_grad():
@@ -77,7 +77,7 @@ def test_curves_of_different_heads_and_priors_differ():
         assert len(set(curves)) == 3, name
 
 
-def test_a_window_hides_keys_as_none():
+def test_hidden_keys_of_a_window_are_none():
     (row, *_) = prior_rows([PRIORS["laplace + window"]], length=60)
     hidden = [value is None for value in row["log_prior"]]
     assert hidden == [distance >= 5 for distance in row["distance"]]
@@ -89,7 +89,7 @@ def test_a_window_hides_keys_as_none():
         ("uniform", set()),
         ("laplace", {"slope"}),
         ("generalized_gaussian", {"alpha", "beta", "mu", "theta_alpha"}),
-        ("spectral", set()),  # several numbers per head are no scalars
+        ("spectral", set()),  # several numbers per head are not scalars
         ("key_sink", {"slope", "gain", "bump"}),
         ("clipped_offsets", set()),
         ("window", set()),
@@ -104,27 +104,27 @@ def test_a_window_hides_keys_as_none():
         ),
     ],
 )
-def test_parameters_that_are_one_number_per_head_are_listed(name, parameters):
+def test_scalar_parameters_per_head_are_listed(name, parameters):
     for row in prior_rows([PRIORS[name]], length=8):
         assert row["parameters"].keys() == parameters
 
 
-def test_parameters_are_each_heads_own():
+def test_every_head_has_its_parameters():
     slopes = [row["parameters"]["slope"] for row in prior_rows([Laplace(3, slopes=[1, 0.5, 2])], length=4)]
     assert slopes == pytest.approx([1, 0.5, 2])
 
 
-def test_bams_coordinates_are_those_of_its_figures():
+def test_bams_coordinates_match_its_figures():
     prior = GeneralizedGaussian(3, init="spread", keep_sign=True)
     rows = prior_rows([prior], length=4)
     for row, beta, theta_alpha in zip(rows, prior.beta.tolist(), prior.theta_alpha.tolist(), strict=True):
         assert row["parameters"]["beta"] == beta
         assert row["parameters"]["theta_alpha"] == theta_alpha
     assert rows[0]["parameters"]["beta"] == pytest.approx(-0.5)
-    assert prior.theta_beta.tolist()[0] > 0  # what is trained is another coordinate
+    assert prior.theta_beta.tolist()[0] > 0  # the trained parameter is another coordinate
 
 
-def test_a_scale_that_is_undefined_is_none():
+def test_undefined_scales_are_none():
     first, last = prior_rows([GeneralizedGaussian(2, init="linear")], length=4)
     assert first["parameters"]["beta"] == 0
     assert first["parameters"]["alpha"] is None
@@ -145,7 +145,7 @@ def _decoder(**scheme: Any) -> PriorDecoderModel:
     )
 
 
-def test_every_layer_of_a_decoder_has_rows_of_its_own():
+def test_every_layer_of_a_decoder_has_rows():
     model = _decoder(prior={"name": "laplace", "learn": True})
     prior = model.layers[1].get_submodule("self_attn.prior")
     assert isinstance(prior, Laplace)
@@ -187,7 +187,7 @@ def test_logit_scales_are_listed_by_layer_and_head():
     assert logit_scale_rows(list(_decoder().layers)) == []
 
 
-def test_a_prior_of_some_heads_has_parameters_on_those_alone():
+def test_priors_on_some_heads_have_parameters_only_there():
     inner = GeneralizedGaussian(2, init={"theta_alpha": [0.5, -1.0], "beta": [0.7, -0.2]})
     rows = prior_rows([on_heads(4, inner, [3, 1])], length=9)
     whole = prior_rows([inner], length=9)
@@ -202,7 +202,7 @@ def test_a_prior_of_some_heads_has_parameters_on_those_alone():
     assert json.loads(json.dumps(rows, allow_nan=False)) == rows
 
 
-def test_a_logit_scale_of_some_heads_has_their_numbers():
+def test_logit_scales_on_some_heads_are_listed():
     scale = SSMax(2)
     with torch.no_grad():
         scale.s.copy_(torch.tensor([0.25, 4.0]))

@@ -13,21 +13,21 @@ PIECES = (
     "▁will ▁qu iz ▁you ▁about ▁the ▁information ▁there The ▁The ▁pass ▁key ▁Remember What ▁What ? ▁grass ▁green ▁sky "
     "▁blue ▁sun ▁yellow ▁Here ▁we ▁go ▁back ▁again ▁ 0 1 2 3 4 5 6 7 8 9 <0x0A>"
 )
-"""What the SentencePiece model of Mistral-7B v0.3 (32768 pieces) makes of the prompt's words."""
+"""Pieces of the prompt's words in the SentencePiece model of Mistral-7B v0.3 (32768 pieces)."""
 
 
 @pytest.fixture(scope="module")
 def mistrals() -> PreTrainedTokenizerFast:
-    """A tokenizer of those pieces alone, which cuts the prompt as the whole one does: into as few as can be."""
+    """Build a tokenizer of these pieces only. It splits the prompt as the whole model does, into the fewest pieces."""
     vocabulary = [("<unk>", 0.0), ("</s>", 0.0), *((piece, -10.0) for piece in PIECES.split())]
     cuts = Tokenizer(models.Unigram(vocabulary, unk_id=0, byte_fallback=True))
-    # A space before the text, and line ends as bytes: so does SentencePiece.
+    # Like SentencePiece, it puts a space before the text, and encodes line ends as bytes.
     cuts.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
     cuts.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
     return PreTrainedTokenizerFast(tokenizer_object=cuts, eos_token="</s>", unk_token="<unk>")
 
 
-def test_it_is_as_long_as_the_papers(mistrals: PreTrainedTokenizerFast) -> None:
+def test_the_prompt_is_as_long_as_the_papers(mistrals: PreTrainedTokenizerFast) -> None:
     sample = figure_4_prompt(mistrals)
     ends = [0, sample.needle_start, sample.needle_end, sample.question_start, sample.answer_start, len(sample.tokens)]
     instruction, needle, filler, question, answer = (

@@ -1,4 +1,4 @@
-"""What the prior of a head does, in a word."""
+"""Roles: the effect of a head's prior, in a word."""
 
 import math
 
@@ -20,7 +20,7 @@ def ggd(beta: float, theta_alpha: float = 0.0) -> Prior:
 
 
 def around(distance: float) -> Prior:
-    """Least near the query but for what is farther still: a bell, 500 tokens wide."""
+    """Build a bell-shaped prior, 500 tokens wide, that is smallest near the query and far away."""
     return GeneralizedGaussian(1, init={"beta": 2.0, "theta_alpha": -2 * math.log(500.0), "mu": -distance})
 
 
@@ -51,11 +51,11 @@ def bump(height: float) -> Prior:
     ],
     ids=lambda value: value if isinstance(value, str) else value.name,
 )
-def test_roles(prior: Prior, role: str) -> None:
+def test_roles_of_known_priors(prior: Prior, role: str) -> None:
     assert head_roles(prior, 4096) == [role]
 
 
-def test_what_is_local_in_a_long_text_is_not_in_a_short_one() -> None:
+def test_roles_depend_on_the_length_of_the_text() -> None:
     prior = Laplace(1, slopes=[1 / 100])
     assert [head_roles(prior, length)[0] for length in (8, 128, 4096)] == ["uniform", "long-tailed", "local"]
 
@@ -65,7 +65,7 @@ def test_a_role_needs_two_keys() -> None:
         head_roles(Uniform(1), 1)
 
 
-def test_roles_are_of_priors_over_a_line() -> None:
+def test_priors_on_grids_have_no_role() -> None:
     with pytest.raises(ValueError, match="prior must be over a line, got 'axial'"):
         head_roles(Axial(1, "laplace"), 64)
     with pytest.raises(ValueError, match=r"length must be a positive integer, got 100\.0"):
@@ -73,7 +73,7 @@ def test_roles_are_of_priors_over_a_line() -> None:
 
 
 class Table(Laplace):
-    """A prior whose last query has these weights."""
+    """Build a prior whose last query has these weights."""
 
     def __init__(self, weights: list[float]) -> None:
         super().__init__(1)
@@ -90,14 +90,14 @@ class Table(Laplace):
         ([1.0] * 15 + [math.exp(0.09)], "uniform"),
         ([1.0] * 15 + [math.exp(0.2)], "long-tailed"),
         ([0.2] + [0.05] * 14 + [0.06], "sink"),
-        ([0.2, 0.1] + [0.05] * 14, "retrieval"),  # a sink has e times as much as the second
+        ([0.2, 0.1] + [0.05] * 14, "retrieval"),  # the sink has e times the weight of the second key
         ([0.02] * 12 + [0.16] * 2 + [0.22] * 2, "long-tailed"),  # 76 % in the nearest quarter
         ([0.004] * 12 + [0.2] * 2 + [0.276] * 2, "local"),  # 95 %
     ],
 )
-def test_roles_at_their_thresholds(weights: list[float], role: str) -> None:
+def test_roles_change_at_their_thresholds(weights: list[float], role: str) -> None:
     assert head_roles(Table(weights), 16) == [role]
 
 
-def test_roles_of_short_texts() -> None:
+def test_short_texts_have_roles() -> None:
     assert head_roles(Laplace(1, slopes=[0.3]), 4) == ["long-tailed"]

@@ -1,4 +1,4 @@
-"""What a sink keeps while content grows, what sums of priors are made of, and where priors look."""
+"""Weight of sinks as content grows, terms of sums of priors, and reach of priors."""
 
 import math
 
@@ -59,7 +59,7 @@ PRIORS = {
 
 
 @pytest.mark.parametrize("prior", PRIORS.values(), ids=PRIORS)
-def test_without_signal_the_mass_is_the_priors(content, prior):
+def test_without_signal_the_mass_is_the_priors_weight(content, prior):
     prior = prior()
     mass = sink_mass(*content, prior=prior, factors=[0.0])[0]
     places = torch.arange(LENGTH)
@@ -72,7 +72,7 @@ def test_without_signal_the_mass_is_the_priors(content, prior):
     torch.testing.assert_close(mass, alone.expand_as(mass), rtol=1e-9, atol=1e-12)
 
 
-def test_closed_forms_without_signal(content):
+def test_mass_without_signal_matches_closed_forms(content):
     visible = torch.arange(1, LENGTH + 1, dtype=torch.float64)
     uniform = sink_mass(*content, factors=[0])[0]
     torch.testing.assert_close(uniform, (1 / visible).expand_as(uniform))
@@ -80,7 +80,7 @@ def test_closed_forms_without_signal(content):
     torch.testing.assert_close(bump, (math.exp(3) / (math.exp(3) + visible - 1)).expand_as(bump))
 
 
-def test_at_factor_one_it_is_the_attention_itself(content):
+def test_mass_at_factor_one_is_the_attention_weight(content):
     query, key = content
     weights = attend_with_weights(query, key, key, _goat())[1]
     for sink in (0, 5):
@@ -102,7 +102,7 @@ def test_goat_theorem_5_1_the_mass_stays_within_its_bounds(content, prior, scale
     factors = [0.0, 0.1, 0.5, 1.0, 3.0]
     mass = sink_mass(query, key, prior(), factors=factors, logit_scale=scale)
     visible = torch.arange(1, LENGTH + 1)
-    # Of what enters the softmax: times c = 2 ln n.
+    # The range of the softmax's input: multiplied by c = 2 ln n.
     c = 1.0 if scale is None else 2 * visible.double().log().unsqueeze(-1)
     scores = c * (query @ key.repeat_interleave(2, 1).mT) / math.sqrt(8)
     hidden = torch.ones(LENGTH, LENGTH, dtype=torch.bool).triu(1)
@@ -113,13 +113,13 @@ def test_goat_theorem_5_1_the_mass_stays_within_its_bounds(content, prior, scale
 
 
 @pytest.mark.parametrize("prior", PRIORS.values(), ids=PRIORS)
-def test_content_that_is_the_same_everywhere_changes_nothing(content, prior):
+def test_constant_content_changes_nothing(content, prior):
     query, key = content
     mass = sink_mass(query, key[:, :, :1].expand_as(key), prior(), factors=[0.0, 1.0, 100.0])
     torch.testing.assert_close(mass, mass[:1].expand_as(mass), rtol=1e-6, atol=1e-9)
 
 
-def test_content_that_stands_against_a_sink_takes_all_of_it():
+def test_content_against_a_sink_takes_all_of_its_weight():
     key = torch.zeros(1, HEADS, LENGTH, 1, dtype=torch.float64)
     key[:, :, 1] = 1.0  # one key has a signal
     query = torch.ones_like(key)
@@ -131,13 +131,13 @@ def test_content_that_stands_against_a_sink_takes_all_of_it():
     assert expected == sorted(expected, reverse=True)
 
 
-def test_ssmax_is_kept(content):
+def test_ssmax_is_applied(content):
     query, key = content
     scale = SSMax(HEADS, init=0.7)
     mass = sink_mass(query, key, _goat(), factors=[0.0, 1.0], logit_scale=scale)
     weights = attend_with_weights(query, key, key, _goat(), logit_scale=scale)[1]
     torch.testing.assert_close(mass[1], weights[..., 0])
-    assert not torch.allclose(mass[0], sink_mass(query, key, _goat(), factors=[0.0])[0])  # it scales the prior too
+    assert not torch.allclose(mass[0], sink_mass(query, key, _goat(), factors=[0.0])[0])  # SSMax scales the prior too
 
 
 @pytest.mark.parametrize(
@@ -149,12 +149,12 @@ def test_ssmax_is_kept(content):
         ({"factors": [1.0], "sink": 12}, "sink must be a key from 0 to 11, got 12"),
     ],
 )
-def test_impossible_arguments_are_refused(content, options, complaint):
+def test_invalid_arguments_are_refused(content, options, complaint):
     with pytest.raises(ValueError, match=complaint):
         sink_mass(*content, **options)
 
 
-def test_the_mass_of_a_sink_has_shaws_vectors_in_it(content):
+def test_mass_of_a_sink_includes_shaws_vectors(content):
     query, key = content
     torch.manual_seed(0)
     relative = ShawVectors(8, 3)
@@ -166,13 +166,13 @@ def test_the_mass_of_a_sink_has_shaws_vectors_in_it(content):
     torch.testing.assert_close(found[0, 0, 0], 1 / torch.arange(1, LENGTH + 1, dtype=torch.float64))
 
 
-def test_keys_must_be_of_a_batch(content):
+def test_keys_must_have_a_batch(content):
     query, key = content
     with pytest.raises(ValueError, match="key must have shape"):
         sink_mass(query, key[0], factors=[1.0])
 
 
-# ---- of models
+# ---- models
 
 
 def _model(**positions) -> PriorDecoderForCausalLM:
@@ -195,7 +195,7 @@ POSITIONS = {
 
 
 def _range(model, texts: list[Tensor], layer: int, head: int) -> float:
-    """The mean range of the content logits, scaled as they enter the softmax."""
+    """Return the mean range of the content logits, scaled as in the softmax."""
     seen: list[Tensor] = []
 
     def see(one) -> None:
@@ -212,7 +212,7 @@ def _range(model, texts: list[Tensor], layer: int, head: int) -> float:
 
 
 @pytest.mark.parametrize("positions", POSITIONS.values(), ids=POSITIONS)
-def test_rows_at_factor_one_are_the_models_own_attention(positions):
+def test_rows_at_factor_one_match_the_models_attention(positions):
     model = _model(**positions)
     texts = [torch.randint(20, (12,), generator=torch.Generator().manual_seed(seed)) for seed in (1, 2)]
     rows = sink_mass_rows(model, texts, factors=[0.0, 1.0])
@@ -237,7 +237,7 @@ def test_rows_refuse_texts_that_are_too_short():
         sink_mass_rows(_model(), [], factors=[1.0])
 
 
-# ---- what priors are made of
+# ---- terms of priors
 
 
 def test_terms_add_up_to_the_prior():
@@ -260,7 +260,7 @@ def test_terms_add_up_to_the_prior():
             assert float(value) == pytest.approx(float(whole[head, query, key]), abs=1e-4)
 
 
-def test_sums_and_tables_have_terms_and_windows_hide():
+def test_terms_of_sums_and_tables_with_windows():
     assert prior_term_rows([nn.ModuleList([Laplace(2)]), nn.Linear(1, 1)], length=8) == []
     table = ClippedOffsets(2, max_offset=3)
     with torch.no_grad():
@@ -280,9 +280,9 @@ def test_sums_and_tables_have_terms_and_windows_hide():
     assert rows[2]["log_prior"] == [0.0, 0.0, 0.0, None, None, None, None, None]
 
 
-def test_masses_of_known_priors():
+def test_masses_of_known_priors_match():
     uniform, bump = (prior_mass_rows([nn.ModuleList([prior])], length=4)[0] for prior in (Uniform(2), _bump(40.0)))
-    mean = (1 / 3 + 1 / 4) / 2  # of the queries 2 and 3
+    mean = (1 / 3 + 1 / 4) / 2  # of queries 2 and 3
     same = dict.fromkeys(("first", "previous", "itself"), pytest.approx(mean))
     assert uniform == {"layer": 0, "head": 0, **same, "scaled": False}
     assert bump["first"] == pytest.approx(1.0)
@@ -292,7 +292,7 @@ def test_masses_of_known_priors():
         prior_mass_rows([], length=2)
 
 
-def test_a_sum_is_still_one_curve_among_the_priors():
+def test_a_sum_has_one_curve_among_the_priors():
     (row, *_) = prior_rows([nn.ModuleList([_goat()])], length=LENGTH)
     assert row["prior"] == "spectral + key_sink"
 
@@ -307,13 +307,13 @@ def test_the_mass_of_a_sink_is_differentiable(content):
 
 
 def _without_content(prior: Prior, scale: SSMax, length: int) -> Tensor:
-    """The attention weights of queries that ask for nothing, ``(H, L, L)``."""
+    """Return the attention weights of zero queries, ``(H, L, L)``."""
     nothing = torch.zeros(1, HEADS, length, 4, dtype=torch.float64)
     return attend_with_weights(nothing, nothing, nothing, prior, logit_scale=scale)[1][0].detach()
 
 
 @pytest.mark.parametrize("include_prior", [True, False])
-def test_masses_are_of_the_prior_as_attention_applies_it(include_prior):
+def test_masses_describe_the_applied_prior(include_prior):
     prior, scale = _goat(), SSMax(HEADS, init=0.8, include_prior=include_prior)
     weights = _without_content(prior, scale, LENGTH)
     rows = prior_mass_rows([nn.ModuleList([prior, scale])], length=LENGTH)
@@ -329,7 +329,7 @@ def test_masses_are_of_the_prior_as_attention_applies_it(include_prior):
         assert row["scale"] == (pytest.approx(expected) if include_prior else None)
 
 
-def test_masses_of_texts_longer_than_a_block(monkeypatch: pytest.MonkeyPatch):
+def test_masses_of_texts_longer_than_a_block_match(monkeypatch: pytest.MonkeyPatch):
     from attention_priors.lab.inspect import priors as terms
 
     whole = prior_mass_rows([nn.ModuleList([Laplace(2)])], length=12)
@@ -348,13 +348,13 @@ def test_summands_have_the_logit_scale_of_their_head():
         assert row["scale"] == pytest.approx(expected.tolist(), rel=1e-6)
 
 
-def test_logit_scales_that_are_given_are_those_that_are_used():
+def test_given_logit_scales_are_used():
     prior, scale = Laplace(2) + Uniform(2), SSMax(2, init=0.5)
     rows = prior_term_rows([prior], length=4, logit_scales=[scale])
     assert rows[0]["scale"] == pytest.approx([0.5 * math.log(n) for n in range(1, 5)], rel=1e-6)
 
 
-def test_a_shared_prior_is_another_one_in_each_layer_that_scales_it():
+def test_a_shared_prior_is_scaled_in_each_layer():
     prior = Laplace(HEADS)
     scales = [SSMax(HEADS, init=init) for init in (0.5, 2.0)]
     rows = prior_mass_rows([nn.ModuleList([prior, *scales])], length=LENGTH)
@@ -365,7 +365,7 @@ def test_a_shared_prior_is_another_one_in_each_layer_that_scales_it():
 
 
 @pytest.mark.parametrize("include_prior", [True, False])
-def test_reaches_hold_half_of_the_prior_as_attention_applies_it(include_prior):
+def test_reaches_hold_half_of_the_applied_prior(include_prior):
     prior, scale = _goat(), SSMax(HEADS, init=0.8, include_prior=include_prior)
     rows = prior_reach_rows([nn.ModuleList([prior, scale])], lengths=[LENGTH, 1, 5])
     assert [(row["layer"], row["head"]) for row in rows] == [(0, head) for head in range(HEADS)]

@@ -1,4 +1,4 @@
-"""Attention as entropic transport, on drawn scores and priors in float64."""
+"""Attention as entropic transport, on random scores and priors in float64."""
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ drawn = settings(max_examples=examples(25))
 
 @st.composite
 def problems(draw: st.DrawFn) -> tuple[Tensor, Tensor, float]:
-    """Scores, a log-prior that may hide keys, and a temperature."""
+    """Draw scores, a log-prior that may hide keys, and a temperature."""
     generator = torch.Generator().manual_seed(draw(st.integers(0, 2**20)))
     shape = (draw(st.integers(1, 4)), draw(st.integers(2, 9)))
     sizes = (draw(st.sampled_from([0.0, 0.1, 5.0])) for _ in "sK")
@@ -37,7 +37,7 @@ def test_goat_propositions_2_2_and_3_1_attention_is_the_minimum(problem: tuple[T
 
 @drawn
 @given(problems(), st.integers(0, 999), st.sampled_from([1e-4, 0.3, 3.0, 30.0]))
-def test_any_other_plan_exceeds_it_by_its_divergence(
+def test_other_plans_exceed_the_minimum_by_their_divergence(
     problem: tuple[Tensor, Tensor, float], seed: int, size: float
 ) -> None:
     score, _, temperature = problem
@@ -52,7 +52,7 @@ def test_any_other_plan_exceeds_it_by_its_divergence(
 
 
 def test_goat_proposition_2_2_without_a_prior_the_prior_is_uniform() -> None:
-    """And the objective is that of maximum entropy: ``-<p, s> - τ H(p)``, up to ``τ ln n``."""
+    """The objective is then maximum entropy: ``-<p, s> - τ H(p)``, up to ``τ ln n``."""
     score = torch.randn(3, 5, dtype=torch.float64)
     plan = torch.rand(3, 5, dtype=torch.float64).softmax(-1)
     entropy = -(plan * plan.log()).sum(-1)
@@ -62,14 +62,14 @@ def test_goat_proposition_2_2_without_a_prior_the_prior_is_uniform() -> None:
     torch.testing.assert_close(transport_plan(score, uniform, 0.7), (score / 0.7).softmax(-1))
 
 
-def test_a_plan_that_uses_a_hidden_key_costs_infinitely_much() -> None:
+def test_plans_that_use_a_hidden_key_cost_infinity() -> None:
     log_prior = torch.tensor([0.0, -torch.inf], dtype=torch.float64)
     score = torch.zeros(2, dtype=torch.float64)
     assert transport_objective(torch.tensor([0.5, 0.5], dtype=torch.float64), score, log_prior) == torch.inf
     assert transport_objective(torch.tensor([1.0, 0.0], dtype=torch.float64), score, log_prior) == 0
 
 
-def test_a_plan_that_leaves_keys_out_has_a_gradient() -> None:
+def test_plans_with_zeros_have_gradients() -> None:
     plan = torch.tensor([0.25, 0.75, 0.0], dtype=torch.float64, requires_grad=True)
     log_prior = torch.tensor([0.0, 0.0, -torch.inf], dtype=torch.float64)
     cost = transport_objective(plan, torch.zeros(3, dtype=torch.float64), log_prior)
@@ -77,8 +77,8 @@ def test_a_plan_that_leaves_keys_out_has_a_gradient() -> None:
     assert gradient.isfinite().all()
 
 
-def test_a_query_without_keys_has_no_cost() -> None:
-    """Not that of a plan of zeros, which would be 0, and better than many a plan; the other queries have theirs."""
+def test_queries_without_keys_have_no_cost() -> None:
+    """The cost is nan. A plan of zeros would cost 0, which is less than many plans. Other queries have their cost."""
     score = torch.zeros(2, 2, dtype=torch.float64)
     log_prior = torch.tensor([[-torch.inf, -torch.inf], [0.0, 0.0]], dtype=torch.float64)
     for of_blind in (0.0, 0.5, torch.nan):
@@ -87,7 +87,7 @@ def test_a_query_without_keys_has_no_cost() -> None:
         assert cost.isnan().tolist() == transport_minimum(score, log_prior).isnan().tolist() == [True, False]
 
 
-def test_gradients() -> None:
+def test_gradients_follow_the_envelope_theorem() -> None:
     score, log_prior = (torch.randn(2, 4, dtype=torch.float64, requires_grad=True) for _ in "sK")
 
     def of(score: Tensor, log_prior: Tensor) -> tuple[Tensor, Tensor]:
@@ -95,7 +95,7 @@ def test_gradients() -> None:
         return transport_objective(plan, score, log_prior, 0.5), transport_minimum(score, log_prior, 0.5)
 
     assert torch.autograd.gradcheck(of, (score, log_prior))
-    # The envelope theorem: of the minimum, the derivative by a score is minus the plan.
+    # The envelope theorem: the minimum's derivative with respect to a score is minus the plan.
     (grad,) = torch.autograd.grad(transport_minimum(score, log_prior, 0.5).sum(), score)
     torch.testing.assert_close(grad, -transport_plan(score, log_prior, 0.5))
 
