@@ -1,4 +1,6 @@
-"""Time of a Llama with attached priors, beside the unmodified model: a training step, and a token of `generate`.
+"""Time of a Llama with attached priors, beside the unmodified model.
+
+The script times a training step and a token of `generate`. Usage:
 
     python benchmarks/attached.py --output attached.json
 

@@ -1,4 +1,4 @@
-"""Pages in a browser: the Chromium of the machine, if it has one."""
+"""Pages in a browser: the machine's Chromium, if present."""
 
 import shutil
 from pathlib import Path
@@ -15,7 +15,7 @@ in_a_browser = pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium
 
 
 class Opened:
-    """The page in a browser, and what it complained about or asked the network for."""
+    """Page in a browser, with its errors and network requests."""
 
     def __init__(self, browser: Any, path: Path, width: int) -> None:
         phone = width < 600
@@ -42,18 +42,18 @@ class Opened:
         return int(self.page.evaluate("Number(document.body.dataset.settled || 0)"))
 
     def settle(self, before: int) -> None:
-        """Wait until the reach has been computed anew."""
+        """Wait until the reach has been recomputed."""
         self.page.wait_for_function(f"Number(document.body.dataset.settled || 0) > {before}")
 
     def each(self, selector: str, expression: str) -> list[float]:
-        """What an expression of ``e`` is for each element."""
+        """Evaluate an expression of ``e`` for each element."""
         return self.page.evaluate(f"[...document.querySelectorAll('{selector}')].map((e) => {expression})")
 
     def curve(self, plot: str, trace: int) -> list[float]:
         return self.page.evaluate(f"[...document.getElementById('{plot}').data[{trace}].y]")
 
     def check(self) -> None:
-        """No error, no request to anybody, nothing wider than the window, nothing too small to read."""
+        """Assert that the page has no error, makes no request, fits the window, and has legible text."""
         assert self.page.evaluate("document.documentElement.scrollWidth") <= self.width
         assert (
             min(self.each("label, output, p, select, td, th, a, dd", "parseFloat(getComputedStyle(e).fontSize)")) >= 12

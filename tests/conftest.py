@@ -1,4 +1,4 @@
-"""What all tests share: drawn examples that are the same every time, one Chromium a file, and Triton's interpreter."""
+"""Setup shared by all tests: reproducible random examples, one Chromium per file, and Triton's interpreter."""
 
 import gc
 import importlib
@@ -13,35 +13,36 @@ from hypothesis import settings
 
 from thoroughness import DEEP
 
-# The same examples every time, however slow the machine is, here as where CI is set.
+# Draw equal examples on every machine at any speed, also where the variable CI is set.
 settings.load_profile("ci")
 
-# Where there is no CUDA device, Triton's kernels are run by its interpreter. It must be chosen before anything imports
-# triton, hence here: all tests of one process share that import.
+# Without a CUDA device, Triton's interpreter runs its kernels. It must be chosen before the first import of triton,
+# which all tests of a process share.
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 else:
-    # Imported before any test sets that variable.
+    # Import before any test sets that variable.
     importlib.import_module("attention_priors.attention.triton.kernels")
 
 
-# What is imported stays: collecting garbage among it takes a third of a second each time, as at the end of a training.
+# Imported modules stay. Collecting garbage among them would take a third of a second each time, for example at the end
+# of each training.
 gc.disable()
 
 
 def pytest_collection_finish() -> None:
-    """Collect garbage from now on, but not among what is there."""
+    """Exclude existing objects from garbage collection."""
     gc.freeze()
     gc.enable()
 
 
 def pytest_unconfigure() -> None:
-    """Let the interpreter take apart what is there: Triton complains of what is left."""
+    """Include all objects in garbage collection, because Triton complains about leftovers."""
     gc.unfreeze()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out tests marked ``deep``, except in a deep run."""
+    """Deselect tests marked ``deep``, except in a deep run."""
     left_out = [] if DEEP else [item for item in items if item.get_closest_marker("deep")]
     if left_out:
         config.hook.pytest_deselected(items=left_out)
@@ -50,7 +51,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.fixture(scope="module", autouse=True)
 def compiled_anew() -> Iterator[None]:
-    """What one file has compiled is forgotten before the next, so that none comes upon another's limits."""
+    """Reset compiled code before each file, so that no file meets the limits of another."""
     yield
     if "torch._dynamo" in sys.modules:
         torch._dynamo.reset()
@@ -58,7 +59,7 @@ def compiled_anew() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
-    """The machine's Chromium, without a window."""
+    """Start the machine's Chromium without a window."""
     from playwright.sync_api import sync_playwright
 
     from browsing import CHROMIUM

@@ -1,10 +1,10 @@
-"""What a page holds, as tests look at it."""
+"""Parsed HTML pages for tests."""
 
 from html.parser import HTMLParser
 
 
 class Page(HTMLParser):
-    """What a page holds: its tags with their attributes, and its text."""
+    """Content of a page: its tags with their attributes, and its text."""
 
     def __init__(self, source: str):
         super().__init__()

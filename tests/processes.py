@@ -1,4 +1,4 @@
-"""Other processes, which tests start and never wait for without end."""
+"""Child processes of tests, with timeouts."""
 
 import gc
 import multiprocessing
@@ -16,7 +16,7 @@ import psutil
 import torch
 
 COMPUTING = "spawn" if torch.cuda.is_available() or sys.platform == "win32" else "fork"
-"""How a process starts that trains or evaluates: a copy of one that uses CUDA could not compute."""
+"""Start method of processes that compute. A forked copy of a process that uses CUDA could not compute."""
 
 
 def run_command(
@@ -27,10 +27,10 @@ def run_command(
     environment: Mapping[str, str] | None = None,
     folder: Path | None = None,
 ) -> subprocess.CompletedProcess[str]:
-    """Run a command to its end, which with ``check`` must be a good one; gives all that it printed.
+    """Run a command to its end and return its output. With ``check``, the exit code must be 0.
 
-    One that takes longer than ``timeout`` seconds is killed together with the processes that it started:
-    :func:`subprocess.run` kills the first one only, and then waits until the others close what they print to.
+    A command that exceeds ``timeout`` seconds is killed with its child processes. :func:`subprocess.run` would kill
+    only the first process, and then wait until its children close their output.
     """
     process = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment, cwd=folder
@@ -50,12 +50,12 @@ def run_command(
 
 
 def fork(function: Callable[[], object], printed: Path, method: str = "fork") -> BaseProcess:
-    """Start a function in a copy of this process, which has imported what takes others seconds; ends with this one.
+    """Start a function in a copy of this process, which has imported slow packages. The copy ends with this process.
 
     Args:
-        function: computes nothing if it is to run in a copy on a machine with CUDA.
-        printed: file for all that it prints.
-        method: :data:`COMPUTING` for a function that computes, and that can be pickled.
+        function: Function to run. It must not compute if it runs in a forked copy on a machine with CUDA.
+        printed: File for all output.
+        method: :data:`COMPUTING` for a function that computes and can be pickled.
     """
     process: BaseProcess = multiprocessing.get_context(method).Process(  # pyright: ignore[reportAttributeAccessIssue]
         target=_call, args=(function, printed), daemon=True
@@ -65,24 +65,24 @@ def fork(function: Callable[[], object], printed: Path, method: str = "fork") ->
 
 
 def _call(function: Callable[[], object], printed: Path) -> None:
-    # What the first process no longer needs must not be destroyed here: an ONNX session waits for threads of its own.
+    # The copy must not destroy objects of the first process: an ONNX session would wait for its threads.
     gc.freeze()
-    torch.set_num_threads(1)  # the threads of the first process are not in its copy
+    torch.set_num_threads(1)  # threads of the first process do not exist in the copy
     with printed.open("w", buffering=1, encoding="utf-8") as sys.stdout:
         sys.stderr = sys.stdout
         function()
 
 
 def run_ranks(function: Callable[[], object], folder: Path, processes: int, timeout: float = 300) -> None:
-    """Run a function in several copies of this process that find each other, as those that ``torchrun`` starts do.
+    """Run a function in several copies of this process that form a group, like processes of ``torchrun``.
 
-    If one fails, or not all end within ``timeout`` seconds, all of them are killed.
+    If one copy fails, or not all end within ``timeout`` seconds, all copies are killed.
 
     Args:
-        function: can be pickled.
-        folder: for what they print.
+        function: Function to run. It must be picklable.
+        folder: Folder for the output.
     """
-    # Process groups import it: here once, for all copies.
+    # Process groups import it, so import it once for all copies.
 
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -110,5 +110,5 @@ def _call_as_rank(function: Callable[[], object], environment: Mapping[str, str]
     from accelerate.state import AcceleratorState
 
     os.environ |= environment
-    AcceleratorState._reset_state(reset_partial_state=True)  # that of the first process, alone
+    AcceleratorState._reset_state(reset_partial_state=True)  # of the first process only
     function()

@@ -1,4 +1,4 @@
-"""The page of the catalogue has all of it, as the classes have it, and its Python runs."""
+"""The catalogue page is complete, matches the classes, and its Python runs."""
 
 import ast
 import inspect
@@ -17,7 +17,7 @@ from written_pages import ROOT, run_page
 PAGE = "docs/priors.md"
 TEXT = (ROOT / PAGE).read_text(encoding="utf-8")
 KNOWN = ("self", "num_heads", "width", "head_dim")
-"""What a model knows, and nobody writes down."""
+"""Arguments that the model supplies."""
 
 
 def _row(kind: type, name: str) -> str:
@@ -27,8 +27,8 @@ def _row(kind: type, name: str) -> str:
 
 
 @pytest.mark.parametrize(("name", "kind"), [*LOGIT_SCALES.items(), *ENCODINGS.items()], ids=lambda part: str(part)[:40])
-def test_every_argument_has_its_default_there(name: str, kind: Any):
-    # Names in code, alone or with a default: `learn=False`
+def test_tables_show_every_argument_with_its_default(name: str, kind: Any):
+    # Names in code, with or without a default: `learn=False`
     words: dict[str, str] = {}
     for word, default in re.findall(r"`(\w+)(=[^`]*)?`", _row(kind, name)):
         words[word] = words.get(word) or default
@@ -42,17 +42,17 @@ def test_every_argument_has_its_default_there(name: str, kind: Any):
             assert ast.literal_eval(words[argument.name].removeprefix("=")) == argument.default, argument
 
 
-def test_the_tables_of_priors_are_those_of_the_classes():
+def test_tables_of_priors_match_the_classes():
     written = runpy.run_path(str(ROOT / "docs" / "catalogue.py"))["page"](TEXT)
     assert written == TEXT, "the classes have changed: python docs/catalogue.py"
 
 
-def test_every_start_of_the_generalized_gaussian_is_there():
+def test_the_table_of_init_is_complete():
     table = TEXT.split("| `init` | initial heads |", 1)[1].split("\n\n", 1)[0]
     assert set(re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE)) == set(GeneralizedGaussian.inits)
 
 
-def test_blocks_run(capsys: pytest.CaptureFixture[str]):
+def test_examples_run(capsys: pytest.CaptureFixture[str]):
     run_page(PAGE)
     shape, peaks = capsys.readouterr().out.splitlines()
     assert shape == str(torch.Size([8, 1, 1001]))

@@ -1,4 +1,4 @@
-"""The errata name tests that there are."""
+"""The errata name existing tests."""
 
 import re
 from pathlib import Path
@@ -11,7 +11,7 @@ PAGE = TESTS.parent / "docs" / "errata.md"
 pytestmark = pytest.mark.skipif(not PAGE.exists(), reason="not a checkout of the project")
 
 
-def test_every_test_that_is_named_exists():
+def test_named_tests_exist():
     named = re.findall(r"`([\w/]+\.py)(?:::(\w+))?`", PAGE.read_text(encoding="utf-8"))
     assert len(named) > 10
     for path, function in named:

@@ -22,7 +22,7 @@ def _names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
-def test_bytes_are_written_and_replaced_in_folders_that_are_made(tmp_path):
+def test_files_and_folders_are_created_and_replaced(tmp_path):
     path = tmp_path / "a" / "b" / "file.bin"
     write_bytes(path, b"first\n\0")
     assert path.read_bytes() == b"first\n\0"
@@ -31,19 +31,19 @@ def test_bytes_are_written_and_replaced_in_folders_that_are_made(tmp_path):
     assert _names(path.parent) == ["file.bin"]
 
 
-def test_a_name_may_be_as_long_as_names_can_be(tmp_path):
+def test_names_may_have_the_maximum_length(tmp_path):
     path = tmp_path / ("n" * 251 + ".png")
     write_bytes(path, b"whole")
     assert path.read_bytes() == b"whole"
     assert _names(tmp_path) == [path.name]
 
 
-def test_a_move_that_fails_leaves_the_old_file_and_nothing_else(tmp_path, monkeypatch):
+def test_a_failed_move_keeps_only_the_old_file(tmp_path, monkeypatch):
     path = tmp_path / "file.bin"
     write_bytes(path, b"old")
 
     def fail(source: Path, target: Path) -> None:
-        assert Path(source).read_bytes() == b"new"  # whole before it is moved
+        assert Path(source).read_bytes() == b"new"  # complete before the move
         assert Path(source).parent == tmp_path
         raise OSError("no")
 
@@ -54,7 +54,7 @@ def test_a_move_that_fails_leaves_the_old_file_and_nothing_else(tmp_path, monkey
     assert _names(tmp_path) == ["file.bin"]
 
 
-def test_a_write_that_fails_leaves_the_old_file_and_nothing_else(tmp_path, monkeypatch):
+def test_a_failed_write_keeps_only_the_old_file(tmp_path, monkeypatch):
     path = tmp_path / "file.bin"
     write_bytes(path, b"old")
 
@@ -70,7 +70,7 @@ def test_a_write_that_fails_leaves_the_old_file_and_nothing_else(tmp_path, monke
     assert _names(tmp_path) == ["file.bin"]
 
 
-def test_json_comes_back_as_it_was(tmp_path):
+def test_json_survives_writing_and_reading(tmp_path):
     content = {"θμ": [1, 2.5, None, True, "−0.5 · x"], "nested": {"a": []}, "small": 1e-300}
     write_json(tmp_path / "x.json", content)
     assert read_json(tmp_path / "x.json") == content
@@ -79,7 +79,7 @@ def test_json_comes_back_as_it_was(tmp_path):
 
 
 @pytest.mark.parametrize("number", [math.nan, math.inf, -math.inf])
-def test_numbers_that_json_has_not_are_refused_and_the_old_file_stays(tmp_path, number):
+def test_non_finite_numbers_are_refused_and_the_old_file_stays(tmp_path, number):
     path = tmp_path / "x.json"
     write_json(path, {"a": 1})
     with pytest.raises(ValueError, match="JSON compliant"):
@@ -88,18 +88,18 @@ def test_numbers_that_json_has_not_are_refused_and_the_old_file_stays(tmp_path, 
     assert _names(tmp_path) == ["x.json"]
 
 
-def test_numbers_that_json_has_not_can_be_made_null():
+def test_non_finite_numbers_can_become_null():
     content = {"a": [1, math.nan, (2.5, -math.inf)], "b": {"c": math.inf, "d": "nan"}, "e": True}
     assert with_nulls(content) == {"a": [1, None, [2.5, None]], "b": {"c": None, "d": "nan"}, "e": True}
 
 
-def test_json_that_is_cut_off_is_named(tmp_path):
+def test_truncated_json_is_named(tmp_path):
     (tmp_path / "cut.json").write_text('{"a": ')
     with pytest.raises(ValueError, match=r"cut\.json is not valid JSON"):
         read_json(tmp_path / "cut.json")
 
 
-def test_a_writable_folder_is_made_and_left_empty(tmp_path):
+def test_writable_folders_are_created_and_left_empty(tmp_path):
     folder = tmp_path / "a" / "b"
     assert writable_folder(folder) == folder
     assert writable_folder(folder) == folder
@@ -107,7 +107,7 @@ def test_a_writable_folder_is_made_and_left_empty(tmp_path):
 
 
 @pytest.mark.parametrize("below", ["", "sub"])
-def test_a_file_in_the_way_of_a_folder_is_an_error_that_names_it(tmp_path, below):
+def test_files_in_place_of_folders_are_named(tmp_path, below):
     blocked = tmp_path / "file"
     blocked.write_text("mine")
     with pytest.raises(OSError, match="cannot write to the output folder") as caught:
@@ -116,8 +116,8 @@ def test_a_file_in_the_way_of_a_folder_is_an_error_that_names_it(tmp_path, below
     assert blocked.read_text() == "mine"
 
 
-def test_a_folder_that_takes_no_files_is_an_error_that_names_it(tmp_path, monkeypatch):
-    # Whoever runs the tests may be allowed everything, so the refusal is made up.
+def test_unwritable_folders_are_named(tmp_path, monkeypatch):
+    # The user of the tests may have every permission, so the refusal is mocked.
     def refuse(**options: object) -> None:
         raise PermissionError(13, "Permission denied")
 
@@ -126,7 +126,7 @@ def test_a_folder_that_takes_no_files_is_an_error_that_names_it(tmp_path, monkey
         writable_folder(tmp_path)
 
 
-def test_threads_that_write_the_same_file_do_not_meet(tmp_path):
+def test_concurrent_threads_can_write_one_file(tmp_path):
     path = tmp_path / "file.json"
     start = threading.Barrier(8)
 
@@ -142,7 +142,7 @@ def test_threads_that_write_the_same_file_do_not_meet(tmp_path):
     assert _names(tmp_path) == ["file.json"]
 
 
-def test_what_killed_writers_left_is_deleted_and_nothing_else(tmp_path):
+def test_only_leftovers_of_killed_writers_are_deleted(tmp_path):
     with replacing(tmp_path / "a.bin") as temporary:
         temporary.write_bytes(b"half")
     temporary.write_bytes(b"half")  # as if the writer had been killed

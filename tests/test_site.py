@@ -1,4 +1,4 @@
-"""The site builds without a warning, from the pages and the code as they are. Tutorials are not executed here."""
+"""The site builds from the pages and the code without a warning. Tutorials are not executed here."""
 
 import importlib
 import re
@@ -44,7 +44,7 @@ def test_no_page_loads_anything_from_another_host(site: Path) -> None:
         assert not re.search(r"""url\(["']?(?:https?:)?//|@import""", sheet.read_text()), sheet
 
 
-def test_every_link_within_the_site_has_its_file(site: Path) -> None:
+def test_internal_links_have_targets(site: Path) -> None:
     missing = []
     for page in site.rglob("*.html"):
         for link in re.findall(r'(?:href|src)="([^"#?]+)', page.read_text()):
@@ -53,7 +53,7 @@ def test_every_link_within_the_site_has_its_file(site: Path) -> None:
     assert not missing
 
 
-def test_pages_show_the_code_as_it_is(site: Path) -> None:
+def test_generated_parts_match_the_code(site: Path) -> None:
     gallery = (site / "gallery.html").read_text()
     for name in families.__all__:
         assert f"<h2>{name}<" in gallery
@@ -110,7 +110,7 @@ def test_the_pages_of_recipe_keys_have_every_key_with_its_default_and_meaning(si
     assert sorted(row[0] for row in cells if row[2] == "required") == required
 
 
-def test_llms_txt_has_every_page(site: Path) -> None:
+def test_llms_txt_lists_every_page(site: Path) -> None:
     listed = re.findall(r"^- \[.+\]\((.+?)\): .+$", (site / "llms.txt").read_text(), re.MULTILINE)
     made = {page.relative_to(site).as_posix() for page in site.rglob("*.html")}
     assert sorted(listed) == sorted(made - {"index.html", "genindex.html", "py-modindex.html", "search.html"})

@@ -1,4 +1,4 @@
-"""The Python of pages that need nothing but this package runs as it stands there."""
+"""The Python examples of pages that need only this package run."""
 
 import inspect
 import re
@@ -30,19 +30,19 @@ from written_pages import ROOT, run_page
         "result-rows",
     ],
 )
-def test_blocks_run(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_examples_run(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     torch.manual_seed(0)
     assert run_page(f"docs/{name}.md")
 
 
-def test_the_page_of_attend_has_every_argument() -> None:
+def test_the_page_of_attend_documents_every_argument() -> None:
     (table,) = re.findall(r"## Arguments\n(.*?)\n## ", (ROOT / "docs/attention.md").read_text(), re.DOTALL)
     first_column = " ".join(line.split("|")[1] for line in table.splitlines() if line.startswith("|"))
     assert set(re.findall(r"`(\w+)`", first_column)) == set(inspect.signature(attend).parameters)
 
 
-def test_the_readme(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_examples_of_the_readme_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     names = run_page("README.md")
     assert names["out"].shape == (1, 8, 1024, 64)
@@ -50,7 +50,7 @@ def test_the_readme(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert len((ROOT / "README.md").read_text(encoding="utf-8").split()) <= 600
 
 
-def test_the_page_of_tokenizers_makes_one_that_meets_the_rules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_tokenizer_of_the_page_meets_the_rules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     run_page("docs/tokenizers.md")
     tokenizer = pretrained_tokenizer("my-tokenizer")
@@ -60,7 +60,7 @@ def test_the_page_of_tokenizers_makes_one_that_meets_the_rules(tmp_path: Path, m
     NeedleTexts(tokenizer, "niah_single_1").draw_text(800, torch.Generator().manual_seed(0))
 
 
-def test_slopes_reach_as_far_as_they_did_and_not_as_large_a_part(capsys: pytest.CaptureFixture[str]) -> None:
+def test_documented_reach_of_slopes_is_correct(capsys: pytest.CaptureFixture[str]) -> None:
     run_page("docs/choosing.md")
     printed = capsys.readouterr().out.splitlines()
     expected = {n: effective_reach(Laplace(4), n, [0.5])[0].tolist() for n in (128, 1024, 8192)}

@@ -1,4 +1,4 @@
-"""The page on priors of one's own, followed from top to bottom, in this process and in new ones; then as a package."""
+"""The page on custom priors, followed from top to bottom in this process and in new ones, and as a package."""
 
 import os
 import re
@@ -30,13 +30,13 @@ COMPARE, INSPECT, EVALUATE = map(shlex.split, re.findall(r"^\$ attention-priors 
 
 
 def forget() -> None:
-    """Make this process one that has not imported the page's module."""
+    """Reset this process to one that has not imported the page's module."""
     sys.modules.pop("bump", None)
     CATALOGUE.registered.pop("bump", None)
 
 
 def run(words: Sequence[str], *, code: int = 0) -> Result:
-    """Run the command with these arguments as a new process would; only the workers of a comparison are processes."""
+    """Run the command as in a new process. Only the workers of a comparison are real processes."""
     forget()
     result = CliRunner().invoke(app, words)
     assert result.exit_code == code, result.output
@@ -49,7 +49,7 @@ def without_plugin(words: Sequence[str]) -> list[str]:
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A folder with the page's files, which this process and its children import from."""
+    """Write the page's files into a folder from which this process and its children import."""
     (tmp_path / "bump.py").write_text(MODULE, encoding="utf-8")
     (tmp_path / "bump.yaml").write_text(RECIPE, encoding="utf-8")
     monkeypatch.chdir(tmp_path)
@@ -63,7 +63,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 @pytest.fixture
 def package(folder: Path) -> Path:
-    """The same folder, as one that pip has installed."""
+    """Install the page's files as a package, as pip does."""
     installed = folder / "bump-1.0.dist-info"
     installed.mkdir()
     (installed / "METADATA").write_text("Metadata-Version: 2.1\nName: bump\nVersion: 1.0\n")
@@ -72,7 +72,7 @@ def package(folder: Path) -> Path:
     return folder
 
 
-def test_the_python_runs_and_another_process_loads_what_it_saves(
+def test_examples_run_and_another_process_loads_the_saved_model(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     model = run_page(PAGE, PROGRAM)["model"]
@@ -85,7 +85,7 @@ def test_the_python_runs_and_another_process_loads_what_it_saves(
         load_adapter(detach(model), "bumps")
 
 
-def test_the_commands_run(folder: Path) -> None:
+def test_commands_of_the_page_run(folder: Path) -> None:
     for command in ([*COMPARE, "--only", "Bump"], INSPECT, EVALUATE):
         run(command)
     assert (folder / "runs" / "bump" / "report.html").is_file()
@@ -94,9 +94,7 @@ def test_the_commands_run(folder: Path) -> None:
     assert "unknown prior 'bump'" in run(without_plugin(INSPECT), code=1).output
 
 
-def test_plugins_of_a_command_reach_the_processes_of_a_comparison(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_workers_of_a_comparison_import_the_plugins(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (folder / "bump.yaml").write_text(RECIPE.replace("plugins: [bump]\n", ""), encoding="utf-8")
     read = []
 
@@ -111,7 +109,7 @@ def test_plugins_of_a_command_reach_the_processes_of_a_comparison(
     assert read == [("bump",)]
 
 
-def test_a_package_needs_no_plugins(package: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_installed_packages_need_no_plugins(package: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run_page(PAGE, PROGRAM)
     forget()
     head, importing, tail = OTHER.partition("import bump  # registers the prior\n")

@@ -1,7 +1,7 @@
-"""How thorough a test run is.
+"""Number of examples and cases of a test run.
 
-``make test`` leaves out tests marked ``deep``, and ``make check`` those marked ``slow`` too. With ``TEST_DEPTH=deep``
-(``make test-deep``) all are run.
+``make test`` skips tests marked ``deep``, and ``make check`` also tests marked ``slow``. ``TEST_DEPTH=deep`` (``make
+test-deep``) runs all tests.
 """
 
 import os
@@ -14,15 +14,15 @@ DEEP = os.environ.get("TEST_DEPTH") == "deep"
 
 
 def examples(quick: int) -> int:
-    """Return the number of examples that hypothesis draws: ``quick``, or ten times as many in a deep run."""
+    """Return the number of random examples: ``quick``, or ten times as many in a deep run."""
     return 10 * quick if DEEP else quick
 
 
 def every_other_deep(cases: Iterable[Any], quick: Sequence[Any]) -> list[Any]:
-    """Return parameters of a test: those in ``quick`` always run, the others in a deep run alone."""
+    """Return parameters of a test. Those in ``quick`` always run, and the others only in a deep run."""
     return [case if case in quick else pytest.param(case, marks=pytest.mark.deep) for case in cases]
 
 
 def every_other_slow(cases: Iterable[Any], quick: Sequence[Any]) -> list[Any]:
-    """Return parameters of a test: those in ``quick`` always run, the others not in ``make check``."""
+    """Return parameters of a test. Those in ``quick`` always run, and the others not in ``make check``."""
     return [case if case in quick else pytest.param(case, marks=pytest.mark.slow) for case in cases]

@@ -65,14 +65,15 @@ def applied(case: Case) -> Tensor:
 
 
 def worst(case: Case, exact: Tensor, content: Tensor, columns: Tensor, dtype: torch.dtype, backend: str) -> Tensor:
-    """Return the largest error of the applied log-prior, relative to the best key of each row, and of the log-sum-exp,
-    in nats.
+    """Return the largest error of the applied log-prior and of the log-sum-exp, in nats.
+
+    Errors of the log-prior are relative to the best key of each row.
 
     Args:
-        case: Case whose output at place ``c`` is a multiple of the weight of key ``columns[c]``.
+        case: Case. Its output at place ``c`` is a multiple of the weight of key ``columns[c]``.
         exact: Result of :func:`applied`.
         content: Scaled products of queries and keys.
-        columns: Keys whose weights are read.
+        columns: Keys of the read weights.
         dtype: Dtype of the case.
         backend: Backend under test.
     """

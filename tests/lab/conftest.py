@@ -31,7 +31,7 @@ def corpus_task(tokenizer: PreTrainedTokenizerFast, documents: tuple[Document, .
 
 @pytest.fixture(scope="session")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """A saved model of each kind, with its tokenizer, and under "texts" a corpus."""
+    """Save a model of each kind with its tokenizer, and a corpus under "texts"."""
     parent = tmp_path_factory.mktemp("models")
     words = model_folders.tokenizer()
     made = {kind: model_folders.save(model_folders.model(kind), words, parent / kind) for kind in model_folders.KINDS}
@@ -44,12 +44,12 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.fixture
 def drawn() -> None:
-    """Let a test draw the figures that it makes, which takes a third of a second each."""
+    """Let a test draw its figures, which takes a third of a second each."""
 
 
 @pytest.fixture(autouse=True)
 def undrawn(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make figures and do not draw them, but in tests that ask for ``drawn`` and in a deep run."""
+    """Make figures without drawing them, except in tests that use ``drawn`` and in a deep run."""
     if "drawn" not in request.fixturenames and not DEEP:
         for module in ("bench.figures", "report.evaluation", "report.pages.inspection", "report.pages.study"):
             monkeypatch.setattr(f"attention_priors.lab.{module}.png", lambda figure: b"\x89PNG")

@@ -1,4 +1,4 @@
-"""Tiny decoders, and stand-ins for models whose answers are known."""
+"""Tiny decoders, and stand-ins for models with known answers."""
 
 from types import SimpleNamespace
 from typing import Any, cast
@@ -48,7 +48,7 @@ def random_text(seed: int, length: int) -> Tensor:
 
 
 class Predictor:
-    """Called as a decoder is; reads one text at a time, chunk by chunk, and predicts by a rule."""
+    """Stand-in for a decoder that reads one text at a time, chunk by chunk, and predicts by a rule."""
 
     device = torch.device("cpu")
     config = PriorDecoderConfig(vocab_size=400, hidden_size=4, num_attention_heads=2, num_hidden_layers=1)
@@ -58,7 +58,7 @@ class Predictor:
         self.read: list[int] = []
 
     def predict(self, text: list[int]) -> int:
-        """The token after ``text``."""
+        """Return the token after ``text``."""
         raise NotImplementedError
 
     def __call__(
@@ -80,7 +80,7 @@ class Predictor:
 
 
 class Reciter(Predictor):
-    """Knows one text by heart, but for the tokens at some places."""
+    """Model that knows one text by heart, except the tokens at some places."""
 
     def __init__(self, text: Tensor, wrong: tuple[int, ...] = ()) -> None:
         super().__init__()
@@ -92,7 +92,7 @@ class Reciter(Predictor):
 
 
 class Copier(Predictor):
-    """Goes on as the text did where its last six tokens stood before, no farther back than ``reach``."""
+    """Model that repeats the token after the last occurrence of the last six tokens, within ``reach``."""
 
     def __init__(self, reach: int) -> None:
         super().__init__()
@@ -107,5 +107,5 @@ class Copier(Predictor):
 
 
 def markdown(summary: Summary) -> str:
-    """The tables of an evaluation."""
+    """Return the tables of an evaluation."""
     return "\n".join(table.markdown() for table in evaluation_tables(evaluation_results(summary, "model")))

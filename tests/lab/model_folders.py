@@ -1,4 +1,4 @@
-"""Folders with small random models and a trained tokenizer, as an evaluation gets them."""
+"""Folders with small random models and a trained tokenizer, as input of evaluations."""
 
 import random
 from pathlib import Path
@@ -14,7 +14,7 @@ from attention_priors.models import PriorDecoderConfig, PriorDecoderForCausalLM
 
 VOCABULARY = 400
 LONGEST = 700
-"""Positions of the models that have a table."""
+"""Number of positions of models with a position table."""
 
 _SYLLABLES = ["ka", "to", "mi", "ren", "su", "lo", "vai", "ne", "pol", "dra"]
 _LLAMA: dict[str, Any] = {
@@ -39,7 +39,7 @@ def made_up_text(seed: int, sentences: int) -> str:
 
 
 def documents(count: int = 12) -> list[Document]:
-    # Words of the prompts, so that they are not read letter by letter.
+    # Words of the prompts, so that they are not split into letters.
     prompts = (
         "The pass key is hidden inside a lot of irrelevant text. Remember it. What is the special magic number for "
         "the needle mentioned in the provided text? Some special magic numbers are hidden within the following text. "
@@ -54,7 +54,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 
 def model(kind: str, seed: int = 0) -> Any:
-    """One of ``KINDS``."""
+    """Build one of ``KINDS``."""
     torch.manual_seed(seed)
     if kind == "ours":
         config = PriorDecoderConfig(

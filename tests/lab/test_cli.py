@@ -1,4 +1,4 @@
-"""What the command says before any model is trained."""
+"""Messages of the command before any model is trained."""
 
 import json
 import math
@@ -31,7 +31,7 @@ RECIPE: dict[str, Any] = {
 
 @pytest.fixture
 def fail(tmp_path, monkeypatch) -> Callable[..., str]:
-    """Run ``compare`` in a folder of its own, where it must fail; gives its one message."""
+    """Run ``compare``, which must fail, in an empty folder. Return its one message."""
     monkeypatch.chdir(tmp_path)
 
     def run(*arguments: str, **changes: Any) -> str:
@@ -53,7 +53,7 @@ def _trained_files(folder: Path) -> list[Path]:
     return [path for path in folder.rglob("*") if "runs" in path.relative_to(folder).parts[1:]]
 
 
-def test_help_is_there_without_the_laboratory():
+def test_help_works_without_the_laboratory():
     code = (
         "import sys\n"
         "from attention_priors.lab.cli import main\n"
@@ -70,15 +70,15 @@ def test_help_is_there_without_the_laboratory():
         assert word in result.stdout
 
 
-def test_version_is_that_of_the_package():
+def test_version_matches_the_package():
     result = CliRunner().invoke(app, ["--version"])
     assert (result.exit_code, result.output) == (0, f"attention-priors {__version__}\n")
-    # pip reads the version of pyproject.toml.
+    # pip reads the version from pyproject.toml.
     project = (Path(__file__).parents[2] / "pyproject.toml").read_text()
     assert f'\nversion = "{__version__}"\n' in project
 
 
-def test_a_plugin_that_cannot_be_imported_is_named(fail):
+def test_broken_plugins_are_named(fail):
     told = fail("small.yaml", plugins=["json", "no_such_module"])
     assert "plugins: the plugin 'no_such_module' cannot be imported (ModuleNotFoundError: No module named" in told
     assert "on PYTHONPATH" in told
@@ -99,7 +99,7 @@ def test_a_plugin_that_cannot_be_imported_is_named(fail):
         ("gpt2-mine", "gpt2-mine"),
     ],
 )
-def test_models_have_output_folders_of_their_own(model, stem, tmp_path):
+def test_models_have_separate_output_folders(model, stem, tmp_path):
     (tmp_path / model).mkdir(parents=True)
     assert name_of_model(str(tmp_path / model)).as_posix() == stem
 
@@ -107,26 +107,26 @@ def test_models_have_output_folders_of_their_own(model, stem, tmp_path):
 @pytest.mark.parametrize(
     ("model", "stem"), [("user/name", "user/name"), ("/nowhere/typo", "typo"), ("../typo", "typo")]
 )
-def test_what_is_not_there_has_an_output_folder_below_runs(model, stem):
+def test_missing_models_have_an_output_folder_below_runs(model, stem):
     assert name_of_model(model).as_posix() == stem
 
 
-def test_a_recipe_that_is_missing_is_named(fail, tmp_path):
+def test_missing_recipes_are_named(fail, tmp_path):
     assert "missing.yaml" in fail("missing.yaml")
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_mistake_in_a_recipe_is_named_before_anything_is_written(fail, tmp_path):
+def test_invalid_recipes_are_named_before_anything_is_written(fail, tmp_path):
     message = fail("small.yaml", schemes={"ALiBi": {"prior": "laplac"}})
     assert "small.yaml: schemes.ALiBi: unknown prior 'laplac'; expected one of uniform, laplace" in message
     assert [path.name for path in tmp_path.iterdir()] == ["small.yaml"]
 
 
-def test_brackets_in_a_mistake_are_shown_as_they_are(fail):
+def test_brackets_in_errors_are_shown_literally(fail):
     assert "foo: unknown key (value '[/x]')" in fail("small.yaml", foo="[/x]")
 
 
-def test_an_unknown_scheme_is_named(fail, tmp_path):
+def test_unknown_schemes_are_named(fail, tmp_path):
     message = fail("small.yaml", "--only", "RoPE", corpus={"source": "nowhere"})
     assert "unknown scheme 'RoPE'; the recipe has ALiBi" in message
     assert [path.name for path in tmp_path.iterdir()] == ["small.yaml"]
@@ -143,7 +143,7 @@ def test_processes_must_be_positive(tmp_path):
     [(b"", "it is empty or blank"), (b"ELF\0\1\2", "it is binary"), (b"\xff\xfe", "it is not UTF-8")],
     ids=["empty", "binary", "another encoding"],
 )
-def test_a_corpus_without_text_is_one_message(fail, tmp_path, made, content, complaint):
+def test_a_corpus_without_text_raises_one_message(fail, tmp_path, made, content, complaint):
     path = tmp_path / "texts"
     if made == "file":
         path.write_bytes(content)
@@ -156,19 +156,19 @@ def test_a_corpus_without_text_is_one_message(fail, tmp_path, made, content, com
     assert _trained_files(tmp_path) == []
 
 
-def test_an_empty_folder_is_one_message(fail, tmp_path):
+def test_an_empty_folder_raises_one_message(fail, tmp_path):
     (tmp_path / "texts").mkdir()
     assert "source 'texts' holds no text file (it has no files)" in fail("small.yaml", corpus={"source": "texts"})
     assert _trained_files(tmp_path) == []
 
 
-def test_a_corpus_that_is_missing_is_one_message(fail, tmp_path):
+def test_a_missing_corpus_raises_one_message(fail, tmp_path):
     message = fail("small.yaml", corpus={"source": "nowhere"})
     assert "source 'nowhere' does not exist" in message
     assert _trained_files(tmp_path) == []
 
 
-def test_a_corpus_too_small_for_the_tokenizer_is_one_message(fail, tmp_path):
+def test_a_corpus_too_small_for_the_tokenizer_raises_one_message(fail, tmp_path):
     (tmp_path / "texts").mkdir()
     for index in range(2):
         (tmp_path / "texts" / f"{index}.txt").write_text(f"A short text, number {index}.\n")
@@ -177,7 +177,7 @@ def test_a_corpus_too_small_for_the_tokenizer_is_one_message(fail, tmp_path):
     assert _trained_files(tmp_path) == []
 
 
-def test_an_output_folder_that_cannot_be_made_is_one_message(fail, tmp_path):
+def test_an_unwritable_output_folder_raises_one_message(fail, tmp_path):
     (tmp_path / "mine").write_text("a file in the way")
     message = fail("small.yaml", "--output", "mine", corpus={"source": "nowhere"})
     assert "cannot write to the output folder mine" in message
@@ -193,7 +193,7 @@ def _accelerator() -> None:
 
 
 @pytest.mark.parametrize("use_up", [_allocate, _accelerator])
-def test_memory_that_does_not_suffice_is_one_message(use_up, capsys):
+def test_missing_memory_raises_one_message(use_up, capsys):
     with pytest.raises(typer.Exit) as ended, errors():
         use_up()
     assert ended.value.exit_code == 1
@@ -219,7 +219,7 @@ def test_selftest_prints_a_table_for_an_issue(monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.parametrize("error", [0.5, math.nan])
-def test_selftest_says_what_is_wrong(error: float) -> None:
+def test_selftest_names_failures(error: float) -> None:
     with mock.patch("attention_priors.lab.selftest.errors", return_value={"output": 1e-7, "key": error, "value": 0.0}):
         result = CliRunner().invoke(app, ["selftest", "--device", "cpu"])
     assert result.exit_code == 1

@@ -13,8 +13,7 @@ MIB = 2**20
 pytestmark = pytest.mark.skipif(not PeakMemory.can_measure(CPU), reason="only Linux tells")
 
 
-# In a process of its own: resident memory is the whole process's, and an allocator that has served other tests may put
-# each block somewhere else in what it keeps.
+# A separate process, because resident memory belongs to the whole process. A used allocator may reuse its own memory.
 ALLOCATE = """
 import torch
 from attention_priors.lab.machine import PeakMemory
@@ -31,7 +30,7 @@ print(one_by_one.bytes, at_once.bytes, freed.bytes)
 """
 
 
-def test_peak_memory_is_what_was_allocated_at_once():
+def test_peak_memory_is_the_largest_simultaneous_allocation():
     run = subprocess.run([sys.executable, "-c", ALLOCATE], capture_output=True, text=True, check=True)
     one_by_one, at_once, freed = map(int, run.stdout.split())
     assert 60 * MIB <= one_by_one <= 80 * MIB
@@ -39,7 +38,7 @@ def test_peak_memory_is_what_was_allocated_at_once():
     assert freed <= 8 * MIB
 
 
-def test_peak_memory_is_unknown_where_the_system_does_not_let_it_be_measured(monkeypatch: pytest.MonkeyPatch):
+def test_peak_memory_is_none_if_the_system_does_not_measure_it(monkeypatch: pytest.MonkeyPatch):
     def refuse(path: Path, text: str) -> int:
         raise PermissionError(13, "Permission denied", str(path))
 

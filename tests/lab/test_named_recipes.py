@@ -1,4 +1,4 @@
-"""Recipes that come with the package, and their names."""
+"""Recipes in the package, and their names."""
 
 import sys
 import zipfile
@@ -34,12 +34,12 @@ def call(*arguments: str, code: int = 0) -> str:
     return result.output
 
 
-def test_every_recipe_of_the_repository_has_its_own_name():
+def test_recipes_have_unique_names():
     assert sorted(recipe_paths().values()) == sorted(FILES)
     assert len({path.stem for path in FILES}) == len(FILES)
 
 
-def test_every_recipe_is_for_one_command():
+def test_every_recipe_belongs_to_one_command():
     for name, path in recipe_paths().items():
         keys = set(read_yaml(path))
         fitting = [command for command, kinds in KINDS.items() if any(keys <= {*kind.model_fields} for kind in kinds)]
@@ -47,14 +47,14 @@ def test_every_recipe_is_for_one_command():
         assert find_recipe(Path(name), fitting[0]) == path
 
 
-def test_the_list_has_one_line_for_each_recipe():
+def test_the_list_has_one_line_per_recipe():
     lines = call("recipes").splitlines()
     assert [line for line in lines if not line.startswith("  ")] == [f"For attention-priors {name}:" for name in KINDS]
     shown = dict(line.strip().split(": ", 1) for line in lines if line.startswith("  "))
     assert shown == {path.stem: NamedRecipe.read(path).description for path in FILES}
 
 
-def test_a_copy_equals_the_recipe_and_replaces_no_file(empty_folder):
+def test_copies_equal_the_recipe_and_replace_no_file(empty_folder):
     assert "Recipe: demo.yaml" in call("recipes", "copy", "demo")
     call("recipes", "copy", "cpu", "--output", "mine/bench.yaml")
     assert Path("demo.yaml").read_bytes() == (ROOT / "recipes/demo.yaml").read_bytes()
@@ -64,7 +64,7 @@ def test_a_copy_equals_the_recipe_and_replaces_no_file(empty_folder):
     assert Path("demo.yaml").read_text() == "edited"
 
 
-def test_an_unknown_name_lists_the_names():
+def test_unknown_names_raise_an_error_that_lists_the_names():
     assert "unknown recipe 'dmo'; expected one of" in call("recipes", "copy", "dmo", code=1)
     for command, known, other in (("compare", "demo", "cpu"), ("train", "goat-125m", "demo"), ("bench", "cpu", "demo")):
         for unknown in ("dmo", other):
@@ -75,7 +75,7 @@ def test_an_unknown_name_lists_the_names():
             assert other not in names
 
 
-def test_a_file_wins_over_a_name_and_a_folder_does_not():
+def test_files_take_precedence_over_names_and_folders_do_not():
     Path("demo").mkdir()
     assert find_recipe(Path("demo"), "compare") == ROOT / "recipes/demo.yaml"
     Path("demo").rmdir()
@@ -89,7 +89,7 @@ def test_commands_take_names(command, other, empty_folder):
     assert list(empty_folder.iterdir()) == []
 
 
-def test_a_wheel_has_the_recipes(empty_folder):
+def test_wheels_contain_the_recipes(empty_folder):
     (wheel,) = WheelBuilder(str(ROOT)).build(directory=str(empty_folder), versions=["standard"])
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall("installed")

@@ -15,7 +15,7 @@ STUDY: dict[str, Any] = {"row": "study", "format": FORMAT, "recipe": {"training"
 SCHEMES = [{"row": "scheme", "scheme": name} for name in ("b", "a")]
 
 
-def test_the_same_rows_give_the_same_bytes_and_come_back(tmp_path: Path):
+def test_rows_survive_writing_and_give_equal_bytes(tmp_path: Path):
     rows = [STUDY, *SCHEMES, {"row": "logit_scale", "scheme": "a", "seed": 0, "layer": 0, "head": 1, "s": 0.1 + 0.2}]
     first, second = (write_rows(tmp_path / name, rows).read_bytes() for name in ("one", "two"))
     assert first == second
@@ -39,7 +39,7 @@ def test_every_field_is_described():
     assert described == {kind: set(fields.split()) for kind, fields in FIELDS.items()}
 
 
-def test_frames_are_in_display_order_and_know_what_is_missing():
+def test_frames_are_in_display_order_with_missing_values():
     runs = [{"row": "run", "scheme": name, "seed": 0, "stopped": None, "train_seconds": None} for name in ("a", "b")]
     results = Results.of([STUDY, *SCHEMES, *runs])
     assert results.names == ["b", "a"]
@@ -60,7 +60,7 @@ def test_frames_are_in_display_order_and_know_what_is_missing():
         ([STUDY, SCHEMES[0], {"row": "passkey", "scheme": "b"}], "row must be one of scheme, run, .*; got 'passkey'"),
     ],
 )
-def test_other_rows_are_refused(rows: list[dict[str, Any]], message: str):
+def test_invalid_rows_are_refused(rows: list[dict[str, Any]], message: str):
     with pytest.raises(ValueError, match=message):
         Results.of(rows)
 
@@ -77,7 +77,7 @@ def test_schemes_know_their_training_length():
             broken.context_length("b")
 
 
-def test_a_recipe_has_one_hash_however_its_keys_stand():
+def test_recipe_hashes_do_not_depend_on_the_order_of_keys():
     assert recipe_sha256({"a": 1, "b": {"c": "λ", "d": 2}}) == recipe_sha256({"b": {"d": 2, "c": "λ"}, "a": 1})
     assert recipe_sha256({"a": 1}) != recipe_sha256({"a": 2})
     assert json.dumps(recipe_sha256({})) == '"44136fa355b3678a1146ad16f7e8649e94fb4fc21fe77e8310c060f61caaff8a"'

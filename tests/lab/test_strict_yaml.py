@@ -1,4 +1,4 @@
-"""Descriptions that are compared with those that a folder holds."""
+"""Comparison of configs with the configs in a folder."""
 
 from pathlib import Path
 from typing import Any
@@ -25,11 +25,11 @@ def test_numbers_may_have_an_exponent(tmp_path: Path):
         ({"a": {}}, {"a": None}),
     ],
 )
-def test_what_is_not_set_is_the_same_as_what_is_not_there(there: Any, here: Any):
+def test_unset_keys_equal_missing_keys(there: Any, here: Any):
     assert not differences(there, here)
 
 
-def test_each_key_that_differs_is_named():
+def test_every_different_key_is_named():
     there = {"a": {"b": None, "c": 1}, "same": [1], "gone": {"d": 0}}
     here = {"a": {"b": 2, "c": 1}, "same": [1], "new": False}
     assert differences(there, here) == [

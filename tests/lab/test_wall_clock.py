@@ -1,4 +1,4 @@
-"""Time over several sessions of the same work."""
+"""Working time over several sessions."""
 
 import json
 from pathlib import Path
@@ -11,7 +11,7 @@ from attention_priors.lab.machine import WallClock
 
 
 class Time:
-    """A clock that a test moves."""
+    """Clock that a test sets."""
 
     now = 100.0
 
@@ -52,19 +52,19 @@ def test_sessions_add_up(tmp_path: Path, time: Time):
     assert not path.exists()
 
 
-def test_who_is_killed_loses_little(tmp_path: Path, time: Time):
+def test_killed_sessions_lose_little_time(tmp_path: Path, time: Time):
     path = tmp_path / "seconds.json"
     with WallClock(path) as killed:
         for _ in range(25):
             time.now += 1
             killed.tick()
-        # What the next session finds, if this one never comes to its end.
+        # The time in the file, in case the session is killed.
         assert json.loads(path.read_text()) == 20
         with WallClock(path) as again:
             assert again.seconds == 20
 
 
-def test_what_is_not_worked_is_not_counted(tmp_path: Path, time: Time):
+def test_idle_time_is_not_counted(tmp_path: Path, time: Time):
     path = tmp_path / "seconds.json"
     with WallClock(path) as first:
         time.now += 30
@@ -72,7 +72,7 @@ def test_what_is_not_worked_is_not_counted(tmp_path: Path, time: Time):
     assert first.seconds == WallClock(path).seconds == json.loads(path.read_text()) == 30
 
 
-def test_sessions_at_the_same_time_count_each(tmp_path: Path, time: Time):
+def test_concurrent_sessions_all_count(tmp_path: Path, time: Time):
     path = tmp_path / "seconds.json"
     with WallClock(path, shared=True) as first, WallClock(path, shared=True) as second:
         time.now += 12

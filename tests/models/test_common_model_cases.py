@@ -445,7 +445,7 @@ def test_gradient_checkpointing_with_a_filled_cache_is_refused() -> None:
 
 
 def test_gradient_checkpointing_with_frozen_embeddings() -> None:
-    """As for adapters: with the reentrant kind, inputs must require a gradient."""
+    """Adapters need inputs that require a gradient with the reentrant kind."""
     model: Any = tiny_decoder(**FAMILIES["BAM"]).train()
     for name, parameter in model.named_parameters():
         parameter.requires_grad_("prior" in name and parameter.requires_grad)

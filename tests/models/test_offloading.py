@@ -48,7 +48,7 @@ def test_parts_may_be_on_disk(case: str, tmp_path: Path) -> None:
 
 
 def test_device_map_auto_splits_whole_layers(tmp_path: Path) -> None:
-    """As many whole layers as fit are in memory, and the others on disk."""
+    """Whole layers are in memory while they fit, and the others on disk."""
     model, ids = tiny_decoder(torch.float32, **FAMILIES["BAM"]), tokens(2, 6)
     model.save_pretrained(tmp_path)
     whole = PriorDecoderForCausalLM.from_pretrained(tmp_path, device_map="auto").eval()

@@ -1,8 +1,8 @@
-"""What figures are made of, found by its ID."""
+"""Artists of figures, by their ID."""
 
 from typing import Any
 
 
 def by_gid(where: Any, gid: str) -> list[Any]:
-    """The artists of a figure, or of axes, that have this ID."""
+    """Return the artists of a figure or of axes that have this ID."""
     return [artist for artist in where.findobj() if artist.get_gid() == gid]

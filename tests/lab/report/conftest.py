@@ -10,11 +10,11 @@ _SWEEP = study_rows.sweep()
 
 @pytest.fixture
 def rows() -> Rows:
-    """Five schemes: a copy that a test may change."""
+    """Return five schemes, as a copy that a test may change."""
     return copy.deepcopy(_FIVE)
 
 
 @pytest.fixture
 def swept() -> Rows:
-    """A sweep: a copy that a test may change."""
+    """Return a sweep, as a copy that a test may change."""
     return copy.deepcopy(_SWEEP)

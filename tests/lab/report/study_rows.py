@@ -1,4 +1,4 @@
-"""Rows of studies as comparisons would write them: five schemes with pass keys and losses, and a sweep."""
+"""Rows of studies in the format of comparisons: five schemes with pass keys and losses, and a sweep."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from attention_priors.lab.results import FORMAT, Results
 LENGTHS = (64, 128, 256, 512, 1024, 2048, 4096, 8192)
 TRAINED = 160
 SEEDS = (0, 1)
-# The length at which retrieval breaks down, and whether evaluation then stops.
+# Length at which retrieval fails, and whether evaluation then stops.
 BREAKDOWN = {
     "NoPE": (300, True),
     "ALiBi": (700, False),
@@ -27,7 +27,7 @@ class Rows(list[dict[str, Any]]):
     """Rows of a study that a test may change."""
 
     def of(self, kind: str, /, **values: Any) -> list[dict[str, Any]]:
-        """The rows of a kind in which the named values are these."""
+        """Return the rows of a kind with these values."""
         return [row for row in self if row["row"] == kind and values.items() <= row.items()]
 
     def put(self, kind: str, rows: list[dict[str, Any]]) -> Rows:
@@ -40,7 +40,7 @@ class Rows(list[dict[str, Any]]):
 
 
 def study(recipe: dict[str, Any], names: list[str] | dict[str, dict[str, Any]], seeds=SEEDS) -> Rows:
-    """A study without results: its first row and its schemes."""
+    """Return a study without results: its first row and its schemes."""
     entries = names if isinstance(names, dict) else {name: {} for name in names}
     first = {
         "row": "study", "format": FORMAT,
@@ -53,7 +53,9 @@ def study(recipe: dict[str, Any], names: list[str] | dict[str, dict[str, Any]], 
 
 
 def attention_on_the_key() -> Rows:
-    """Weights of one of two schemes: in seed 0 head 1 gives most at first, in seed 1 head 0, and loses it later."""
+    """Draw the weights of two schemes. In seed 0, head 1 gives most at first; in seed 1, head 0 does, and loses it
+    later.
+    """
     rows = study({}, ["ALiBi", "BAM"])
     weights = {(0, 0): (0.1, 0.9), (0, 1): (0.8, 0.7), (1, 0): (0.6, 0.2), (1, 1): (0.5, 0.5)}
     for (seed, head), values in weights.items():
@@ -64,7 +66,7 @@ def attention_on_the_key() -> Rows:
 
 
 def five_schemes() -> Rows:
-    """Five schemes, two seeds, some stopped early."""
+    """Draw five schemes with two seeds, some of which stop early."""
     draw = random.Random(0)
     about = "A synthetic experiment: small models, texts up to 51 times the training length."
     rows = study({"name": "Five schemes & a needle", "description": about}, [*BREAKDOWN])
@@ -87,13 +89,13 @@ def five_schemes() -> Rows:
 
 
 def asked_row(length: int, depth: float | None, correct: float, trials: int = 1, **others: Any) -> dict[str, Any]:
-    """A row of retrieval, of the recipe's own pass keys if nothing else is said."""
+    """Return a row of retrieval. By default, it is of the recipe's own pass keys."""
     row = {"row": "retrieval", "plan": None, "task": "passkey", "length": length, "depth": depth, "trials": trials}
     return row | {"correct": correct, "token_accuracy": None, "tokens_right": None, "stopped": None} | others
 
 
 def loss_row(position: float, nll: float | None, tokens: int, **others: Any) -> dict[str, Any]:
-    """A row of perplexity, of the recipe's own texts if nothing else is said."""
+    """Return a row of perplexity. By default, it is of the recipe's own texts."""
     row = {"row": "perplexity", "plan": None, "task": "perplexity", "length": None, "position": position}
     return row | {"nll": nll, "tokens": tokens} | others
 
@@ -102,7 +104,7 @@ def _asked(draw, own, breakdown, stops) -> tuple[list[dict[str, Any]], str | Non
     rows, failures = [], 0
     for length in LENGTHS:
         chance = 0.98 / (1 + (length / breakdown) ** 4)
-        # The second seed of RoPE keeps a flicker, and so is evaluated farther than the first.
+        # RoPE's second seed keeps rare successes, so it is evaluated at more lengths than the first.
         least = 0.12 * (own["scheme"] == "RoPE" and own["seed"] == 1)
         correct = [int(draw.random() < max(chance, least)) for _ in range(20)]
         rows += [own | asked_row(length, place / 19, hit) for place, hit in enumerate(correct)]
@@ -122,7 +124,7 @@ def _prior(draw, scheme, layer, head) -> dict[str, Any]:
 
 
 def gaussian_row(theta_alpha: float, beta: float, distances: list[int]) -> dict[str, Any]:
-    """A Generalized Gaussian's prior."""
+    """Return the prior of a Generalized Gaussian."""
     amplitude = math.exp(theta_alpha)
     parameters = {
         "alpha": math.exp(-theta_alpha / beta) if beta else None,  # nan is written as null
@@ -138,7 +140,7 @@ EXTENDED = 320
 SWEPT_SEEDS = (0, 1, 2)
 SWEPT_LENGTHS = (128, 512, 2048, 8192)
 BASE: dict[str, Any] = {"scheme": "BAM", "init": "uniform", "length": TRAINED, "s": "none"}
-# Where retrieval breaks down, in tokens.
+# Length at which retrieval fails, in tokens.
 VARIANTS: dict[str, tuple[dict[str, Any], float]] = {
     "BAM": ({}, 3000),
     "BAM · init=laplace": ({"init": "laplace"}, 400),
@@ -194,7 +196,7 @@ def _swept(draw, name, entry, seed, breakdown):
             yield {"row": "logit_scale"} | place | {"s": draw.gauss(0.3 + 0.2 * ("extended_from" in entry), 0.1)}
     if "extended_from" in entry:
         after = {"160": draw.gauss(3.1, 0.01), "320": draw.gauss(3.0, 0.01)}
-        # Both are made of the same models.
+        # Both schemes have equal models.
         losses = {"before": {"160": 3.1 + seed / 100, "320": 3.4 - seed / 50}, "after": after}
         steps = 256 if name == LONGER else 0
         yield {"row": "extension", "from": TRAINED, "to": EXTENDED, "steps": steps, "loss": losses}

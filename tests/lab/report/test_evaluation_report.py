@@ -17,7 +17,7 @@ def text(task: str, length: int, depth: float | None, score: float, **others: An
 
 
 def document(length: int, name: int, task: str = "perplexity") -> dict[str, Any]:
-    """Losses in three ranges: 1, 2-3 and 4-7."""
+    """Return losses in three ranges: 1, 2-3 and 4-7."""
     ranges = [[1, 1, 5.0], [2, 3, 8.0], [4, 7, 14.0 + name / 10]]
     return {"run": task, "task": task, "length": length, "document": str(name), "losses": ranges}
 
@@ -49,7 +49,7 @@ def drawn(summary: Summary) -> dict[str, Any]:
     return dict(evaluation._figures(summary, evaluation_results(summary, "gpt2")))
 
 
-def test_tables_hold_what_was_found(summary: Summary):
+def test_tables_show_the_results(summary: Summary):
     found = shown(summary)
     assert [*found] == [
         "retrieval", "answer_tokens", "stopped", "losses", "losses_by_position", "needle_weights", "timing",
@@ -75,14 +75,14 @@ def test_tables_hold_what_was_found(summary: Summary):
     assert found["needle_weights"].lines[0][1].text == "85.0"
 
 
-def test_a_loss_that_is_not_finite_says_so():
+def test_losses_that_are_not_finite_are_shown_as_such():
     broken = document(64, 0) | {"losses": [[1, 1, None], [2, 3, 8.0]]}
     (losses, places) = shown(summarize([broken])).values()
     assert losses.lines == [["perplexity", "64", "1", Cell("not finite"), "–", "nan"]]
     assert places.lines == [["1", "–"], ["2", "4"]]
 
 
-def test_of_bases_there_are_bits_and_no_perplexity(summary: Summary):
+def test_losses_of_bases_are_bits_without_perplexity(summary: Summary):
     of_bases = Summary([], summary.losses, [], [], [], of_bases=True)
     losses = shown(of_bases)["losses"]
     assert "per base" in losses.caption
@@ -92,7 +92,7 @@ def test_of_bases_there_are_bits_and_no_perplexity(summary: Summary):
 
 
 @pytest.mark.usefixtures("drawn")
-def test_figures_are_those_that_there_are_results_for(summary: Summary, tmp_path: Path):
+def test_figures_need_results(summary: Summary, tmp_path: Path):
     results = evaluation_results(summary, "gpt2")
     files = write_evaluation_figures(summary, results, tmp_path)
     names = ["accuracy_by_length", "heatmap_passkey", "perplexity_by_position"]
@@ -122,9 +122,9 @@ def test_tasks_are_lines_with_wilson_intervals(summary: Summary):
     assert not by_gid(figure, "training length")
 
 
-def test_the_heatmap_has_means_at_its_edges(summary: Summary):
+def test_heatmaps_have_means_at_their_edges(summary: Summary):
     axes = drawn(summary)["heatmap_passkey"].axes[0]
-    # Row by row, and the means of rows at their ends, those of columns below.
+    # Cells row by row. Means of rows are at their ends, and means of columns below.
     assert [text.get_text() for text in axes.texts] == [
         "100", "0", "50", "100", "0", "50", "100", "50", "75", "100", "17",
     ]  # fmt: skip
@@ -140,15 +140,15 @@ def test_perplexity_is_drawn_against_position(summary: Summary):
     assert list(line.get_ydata()) == pytest.approx([math.exp(loss) for loss in (5.0, 4.0, 3.5)])
 
 
-def test_a_perplexity_too_large_for_a_number_is_drawn():
+def test_perplexities_beyond_float_are_drawn():
     found = document(64, 0)
     found["losses"].append([8, 15, 8 * 800.0])
     axes: Any = drawn(summarize([found]))["perplexity_by_position"].axes[0]
     assert 1e200 < axes.lines[0].get_ydata()[3] < math.inf
-    assert 2 < len(axes.get_yticks()) < 12  # no more than can be read
+    assert 2 < len(axes.get_yticks()) < 12  # no more labels than can be read
 
 
-def test_genomes_go_on_in_a_table_and_a_figure():
+def test_genome_completions_have_a_table_and_a_figure():
     bases = "ACGT" * 50
     records = [
         {"run": "g", "task": "genome_completion", "length": 256, "document": name, "expected": bases}

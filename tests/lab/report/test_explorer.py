@@ -1,4 +1,4 @@
-"""The prior explorer: its formulas against the library's, and its page in a browser."""
+"""The prior explorer: its formulas against the library, and its page in a browser."""
 
 import math
 import re
@@ -39,26 +39,26 @@ def wide(browser: Any, path: Path) -> Iterator[Opened]:
     opened.context.close()
 
 
-def test_the_page_stands_alone(path: Path) -> None:
+def test_the_page_is_self_contained(path: Path) -> None:
     source = path.read_text(encoding="utf-8")
     assert len(source.encode()) < 6_000_000
     own = re.sub(r"<script>.*?</script>", "", source, flags=re.S)
     assert not re.search(r"(?:src|href)\s*=", own)
     assert "url(" not in own
-    page = Page(own.replace("<input", "<meta"))  # neither has an end
+    page = Page(own.replace("<input", "<meta"))  # neither element has an end tag
     assert page.open == []
     labelled = {label["for"] for label in page.all("label")}
     assert {"length", "scaled", "family-a", "family-b"} <= labelled
 
 
-def test_the_command(tmp_path: Path) -> None:
+def test_the_command_writes_the_page(tmp_path: Path) -> None:
     done = CliRunner().invoke(app, ["explore", "--output", str(tmp_path / "here" / "page.html")])
     assert done.exit_code == 0, done.output
     assert (tmp_path / "here" / "page.html").stat().st_size > 1_000_000
 
 
 def made_by(code: str) -> Prior:
-    """The prior that the page's code makes."""
+    """Build the prior from the page's Python."""
     namespace: dict[str, Any] = {"q": QUERIES, "k": QUERIES, "v": QUERIES}
     exec(code, namespace)
     assert namespace["out"].shape == QUERIES.shape
@@ -66,7 +66,7 @@ def made_by(code: str) -> Prior:
 
 
 @in_a_browser
-def test_the_pages_priors_are_the_librarys(wide: Opened) -> None:
+def test_the_pages_priors_match_the_library(wide: Opened) -> None:
     families = wide.page.evaluate("Object.keys(explorer.FAMILIES)")
     assert {*families} <= {name for name, prior in CATALOGUE.items() if not prior.over_grid}
     assert {"laplace", "generalized_gaussian", "window"} <= {*families}
@@ -99,8 +99,8 @@ def test_the_pages_priors_are_the_librarys(wide: Opened) -> None:
             curve = torch.tensor(
                 [-torch.inf if value is None else value for value in found["curve"]], dtype=torch.float64
             )
-            # Parameters are float32 in the library, and the page writes four digits of them: what a Generalized
-            # Gaussian has within ε of its peak is another number then.
+            # The library's parameters are float32, and the page shows four digits. Within ε of the peak of a
+            # Generalized Gaussian, this difference matters.
             far = (torch.arange(700) + positions.get("mu", 1000.0)).abs() > 0.1
             curve, expected = (values.clamp(min=-60.0)[far] for values in (curve, expected))
             torch.testing.assert_close(curve, expected, rtol=2e-3, atol=2e-3, msg=f"{family} {positions}")
@@ -116,7 +116,7 @@ def test_the_pages_priors_are_the_librarys(wide: Opened) -> None:
 
 
 @in_a_browser
-def test_a_null_key_takes_the_share_that_attend_gives_it(wide: Opened) -> None:
+def test_a_null_key_takes_the_share_of_attend(wide: Opened) -> None:
     given = {"theta_alpha": 0.5, "beta": 0.5, "mu": 0.0}
     share, code = wide.page.evaluate(
         """(given) => {
@@ -142,14 +142,14 @@ def test_a_null_key_takes_the_share_that_attend_gives_it(wide: Opened) -> None:
 
 
 @in_a_browser
-def test_a_slider_that_is_dragged_changes_the_curve_and_the_line(wide: Opened) -> None:
+def test_dragging_a_slider_changes_the_curve_and_the_code(wide: Opened) -> None:
     slider = wide.page.locator("#a-beta")
     slider.scroll_into_view_if_needed()
     box = slider.bounding_box()
     assert box is not None
     before, count = wide.curve("log-prior", 0), wide.settled()
     middle = box["y"] + box["height"] / 2
-    wide.page.mouse.move(box["x"] + box["width"] * (2.5 / 6), middle)  # where β = -0.5 stands
+    wide.page.mouse.move(box["x"] + box["width"] * (2.5 / 6), middle)  # place of β = -0.5
     wide.page.mouse.down()
     wide.page.mouse.move(box["x"] + box["width"] * 0.6, middle, steps=4)
     wide.page.mouse.move(box["x"] + box["width"] * (4 / 6), middle, steps=4)
@@ -170,7 +170,7 @@ def test_a_slider_that_is_dragged_changes_the_curve_and_the_line(wide: Opened) -
 
 
 @in_a_browser
-def test_the_keyboard_reaches_and_moves_everything(wide: Opened) -> None:
+def test_every_control_works_by_keyboard(wide: Opened) -> None:
     wide.page.keyboard.press("Tab")
     reached = []
     for _ in range(20):
@@ -188,13 +188,13 @@ def test_the_keyboard_reaches_and_moves_everything(wide: Opened) -> None:
 
 
 @in_a_browser
-def test_ssmax_sharpens_the_prior_and_another_family_takes_its_place(wide: Opened) -> None:
+def test_ssmax_sharpens_the_prior_and_families_can_be_changed(wide: Opened) -> None:
     before, count = wide.curve("mass-log", 1), wide.settled()
     wide.page.get_by_text("SSMax: logits").click()
     assert wide.page.locator("#scaled").is_checked()
     wide.settle(count)
     after = wide.curve("mass-log", 1)
-    assert after[1] > before[1]  # 0.4 ln 4096 is more than 1
+    assert after[1] > before[1]  # 0.4 ln 4096 exceeds 1
     assert "logit_scale=scale" in wide.page.locator("#python-b").inner_text()
     count = wide.settled()
     wide.page.locator("#family-a").select_option("key_sink")
@@ -205,7 +205,7 @@ def test_ssmax_sharpens_the_prior_and_another_family_takes_its_place(wide: Opene
 
 
 @in_a_browser
-def test_goats_prior_starts_at_goats_period(wide: Opened) -> None:
+def test_goats_prior_has_goats_period(wide: Opened) -> None:
     count = wide.settled()
     wide.page.locator("#family-a").select_option("spectral")
     wide.settle(count)
@@ -220,7 +220,7 @@ def test_goats_prior_starts_at_goats_period(wide: Opened) -> None:
 
 
 @in_a_browser
-def test_what_swings_faster_than_a_plot_has_dots_is_seen_to(wide: Opened) -> None:
+def test_fast_oscillations_are_sampled_by_extremes(wide: Opened) -> None:
     count = wide.settled()
     wide.page.locator("#family-a").select_option("spectral")
     wide.settle(count)
@@ -228,7 +228,7 @@ def test_what_swings_faster_than_a_plot_has_dots_is_seen_to(wide: Opened) -> Non
     weights = prior.log_prior_at(torch.arange(4096), torch.float64)[0].detach().softmax(0)
     shown = torch.tensor(wide.curve("mass-linear", 0), dtype=torch.float64)
     assert len(shown) < 2048
-    # Along the whole axis, the lowest and the highest of each seventh.
+    # The curve shows the minimum and the maximum of each seventh of the axis.
     distances = torch.tensor(wide.page.evaluate("[...document.getElementById('mass-linear').data[0].x]"))
     edges = [-(-4096 * k // 7) for k in range(8)]
     for start, stop in pairwise(edges):
@@ -238,7 +238,7 @@ def test_what_swings_faster_than_a_plot_has_dots_is_seen_to(wide: Opened) -> Non
 
 
 @in_a_browser
-def test_a_finger_on_a_plot_scrolls_the_page(browser: Any, path: Path) -> None:
+def test_touching_a_plot_scrolls_the_page(browser: Any, path: Path) -> None:
     opened = Opened(browser, path, 390)
     opened.settle(0)
     session = opened.context.new_cdp_session(opened.page)
@@ -264,11 +264,11 @@ def test_a_finger_on_a_plot_scrolls_the_page(browser: Any, path: Path) -> None:
 
 @in_a_browser
 @pytest.mark.parametrize("width", [1440, 390])
-def test_it_fits_and_asks_nobody(browser: Any, path: Path, width: int) -> None:
+def test_the_page_fits_and_makes_no_request(browser: Any, path: Path, width: int) -> None:
     opened = Opened(browser, path, width)
     opened.settle(0)
     opened.check()
     heights = opened.each("input[type=range]", "e.getBoundingClientRect().height")
-    assert min(heights) >= 24  # a finger's
+    assert min(heights) >= 24  # the size of a finger
     assert min(opened.each(".plot text", "parseFloat(getComputedStyle(e).fontSize)")) >= 12
     opened.context.close()

@@ -1,4 +1,4 @@
-"""docs/results: every table, figure and recipe of its pages follows from the rows that are kept."""
+"""Every table, figure and recipe of docs/results follows from the committed rows."""
 
 import re
 from functools import cache
@@ -34,12 +34,12 @@ def test_every_table_follows_from_the_rows(folder: Path):
     for name, text in shown:
         assert text == made[name].markdown(), name
     for table in made.values():
-        if "seeds" in table.header:  # everywhere a count
+        if "seeds" in table.header:  # always a count
             assert all(str(line[table.header.index("seeds")]).isdecimal() for line in table.lines), table.name
 
 
 @each_study
-def test_every_figure_that_is_shown_is_there_and_small(folder: Path):
+def test_shown_figures_exist_and_are_small(folder: Path):
     shown = set(FIGURE.findall((folder / "README.md").read_text(encoding="utf-8")))
     assert {path.stem for path in folder.glob("figures/*")} == shown
     assert shown <= {one.stem for one in illustrations(read(folder))}
@@ -47,7 +47,7 @@ def test_every_figure_that_is_shown_is_there_and_small(folder: Path):
 
 
 @each_study
-def test_the_recipe_is_the_one_of_its_name(folder: Path):
+def test_results_match_the_recipe_of_their_name(folder: Path):
     files = [ROOT / "recipes" / place / f"{folder.name}.yaml" for place in ("results", "")]
     (file,) = (path for path in files if path.exists())
     recipe = load_recipe(file)
@@ -59,12 +59,12 @@ def test_the_recipe_is_the_one_of_its_name(folder: Path):
 
 
 @pytest.mark.parametrize("page", sorted(RESULTS.rglob("*.md")), ids=lambda page: f"{page.parent.name}/{page.name}")
-def test_links_lead_somewhere(page: Path):
+def test_links_have_targets(page: Path):
     links = re.findall(r"\]\(([^)#]+)\)", page.read_text(encoding="utf-8"))
     assert [link for link in links if "://" not in link and not (page.parent / link).exists()] == []
 
 
-def test_the_folder_weighs_little():
+def test_the_folder_is_small():
     files = [path for path in RESULTS.rglob("*") if path.is_file()]
     assert len(files) <= 200
     assert sum(path.stat().st_size for path in files) <= 8_000_000
@@ -74,5 +74,5 @@ def test_the_folder_weighs_little():
 
 
 @pytest.mark.parametrize("picture", sorted((ROOT / "docs").rglob("*.png")), ids=lambda path: path.name)
-def test_pictures_of_other_pages_are_small_too(picture: Path):
+def test_pictures_of_other_pages_are_small(picture: Path):
     assert picture.stat().st_size <= 100_000

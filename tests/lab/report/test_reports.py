@@ -1,4 +1,4 @@
-"""Reports of studies, and pages that someone writes about them."""
+"""Reports of studies, and hand-written pages about studies."""
 
 import base64
 import copy
@@ -25,13 +25,13 @@ from html_pages import Page
 
 @pytest.fixture
 def quick(rows):
-    """Rows of fewer cells of heatmaps, which take long to make."""
+    """Keep rows of few cells of heatmaps, because figures of many cells take long."""
     rows[:] = [row for row in rows if row["row"] != "retrieval" or row["depth"] in (0, 1)]
 
 
 @pytest.fixture
 def few(quick, one_of_each):
-    """Rows and figures where neither is what is tested."""
+    """Use few rows and figures in tests of other things."""
 
 
 @pytest.fixture
@@ -63,7 +63,7 @@ def test_a_report_holds_every_scheme_number_and_figure(rows, quick, tmp_path):
     assert (tmp_path / "tables" / "passkey.md").read_text(encoding="utf-8") == tables(rows.results())[
         "passkey"
     ].markdown()
-    # Nothing is needed from elsewhere.
+    # The page loads nothing from elsewhere.
     for _, attributes in page.tags:
         for name in ("src", "href"):
             assert attributes.get(name, "data:").startswith(("data:", "#"))
@@ -71,7 +71,7 @@ def test_a_report_holds_every_scheme_number_and_figure(rows, quick, tmp_path):
     assert not page.all("link")
 
 
-def test_pictures_are_whole(rows, tmp_path, drawn):
+def test_pictures_are_embedded_in_full(rows, tmp_path, drawn):
     for kind in ("perplexity", "prior", "retrieval"):
         rows.put(kind, [])
     (picture,) = written(rows, tmp_path).all("img")
@@ -81,7 +81,7 @@ def test_pictures_are_whole(rows, tmp_path, drawn):
     assert base64.b64decode(content) == file.read_bytes()
 
 
-def test_names_cannot_become_markup(rows, quick, tmp_path):
+def test_names_are_escaped(rows, quick, tmp_path):
     evil = '<script>alert("x")</script>'
     for row in rows:
         row |= {"scheme": evil} if row.get("scheme") == "BAM" else {}
@@ -92,7 +92,7 @@ def test_names_cannot_become_markup(rows, quick, tmp_path):
     assert any(evil in picture["alt"] for picture in page.all("img"))
 
 
-def test_what_is_missing_is_left_out(rows, few, tmp_path):
+def test_missing_results_are_omitted(rows, few, tmp_path):
     whole = written(rows, tmp_path).text
     for kind, gone in {
         "retrieval": ["Passkey retrieval", "Wilson"],
@@ -106,7 +106,7 @@ def test_what_is_missing_is_left_out(rows, few, tmp_path):
         assert [words for words in gone if words in text] == [], kind
 
 
-def test_an_empty_study_still_has_a_report(tmp_path):
+def test_empty_studies_have_a_report(tmp_path):
     page = written(study({}, ["NoPE"]), tmp_path)
     assert not page.all("img")
     assert "Setup" in page.text
@@ -117,10 +117,10 @@ def test_a_report_of_a_sweep_has_axes_and_extensions(swept, one_of_each, tmp_pat
     text = written(swept, tmp_path).text
     for words in ("Comparisons along axes", "Context extension", "another prior", "Student"):
         assert words in text
-    assert "× training length" not in text  # training lengths differ, so that there is no multiple of one
+    assert "× training length" not in text  # training lengths differ, so multiples of one length do not exist
 
 
-def test_numbers_that_do_not_exist_are_dashes(rows, few, tmp_path):
+def test_missing_numbers_are_dashes(rows, few, tmp_path):
     rows.put("run", [rows.of("run")[0] | {"final_loss": None, "train_seconds": None, "stopped": None}])
     rows.of("prior")[-1]["parameters"]["alpha"] = None
     source = write_report(rows.results(), tmp_path).read_text(encoding="utf-8")
@@ -129,7 +129,7 @@ def test_numbers_that_do_not_exist_are_dashes(rows, few, tmp_path):
     assert not re.search(r"\b(nan|None|inf)\b", Page(source).text)
 
 
-def test_a_failing_template_leaves_the_old_report(rows, few, tmp_path, monkeypatch):
+def test_a_failing_template_keeps_the_old_report(rows, few, tmp_path, monkeypatch):
     (tmp_path / "report.html").write_text("old")
     template = DictLoader({"study.html": "{{ study.recipe.name }} {{ nowhere }}"})
     monkeypatch.setattr(pages, "PackageLoader", lambda _: template)
@@ -138,12 +138,12 @@ def test_a_failing_template_leaves_the_old_report(rows, few, tmp_path, monkeypat
     assert (tmp_path / "report.html").read_text() == "old"
 
 
-def test_a_failing_move_leaves_the_old_file_and_no_other(tmp_path, monkeypatch):
+def test_a_failing_move_keeps_the_old_file_only(tmp_path, monkeypatch):
     path = tmp_path / "report.html"
     path.write_text("old")
 
     def fail(source, target):
-        assert os.path.getsize(source) == 3  # all is written before anything is moved
+        assert os.path.getsize(source) == 3  # everything is written before anything is moved
         raise OSError("disk")
 
     monkeypatch.setattr(_io.os, "replace", fail)
@@ -160,7 +160,7 @@ def asked(scheme, length, correct, seed=0) -> dict:
     return {"scheme": scheme, "seed": seed} | asked_row(length, 0.5, correct, trials=20)
 
 
-def test_the_summary_says_how_far_each_scheme_holds(rows):
+def test_the_summary_names_the_reach_of_each_scheme(rows):
     rows.put("retrieval", [
         *(asked("BAM", length, correct) for length, correct in ((64, 18), (128, 12), (256, 19), (512, 18))),
         *(asked("NoPE", length, correct) for length, correct in ((64, 20), (128, 18))),
@@ -177,7 +177,7 @@ def test_the_summary_says_how_far_each_scheme_holds(rows):
     assert "Pass keys were not evaluated for ALiBi and BAM <SSMax>." in text
 
 
-def test_a_length_that_a_seed_was_not_evaluated_at_is_not_held(rows):
+def test_lengths_without_all_seeds_do_not_count(rows):
     rows.put("retrieval", [asked("BAM", 64, 20), asked("BAM", 64, 20, seed=1), asked("BAM", 128, 20)])
     assert [one["length"] for one in reach(rows.results())] == [64]
 
@@ -199,7 +199,7 @@ def test_the_summary_counts_seeds_and_schemes(rows):
     assert "each with 1 to 2 seeds." in summarize(rows.results())
 
 
-# ---- pages that someone writes
+# ---- hand-written pages
 
 PAGE = """# What came out
 
@@ -218,7 +218,7 @@ Words after.
 """
 
 
-def test_a_written_page_keeps_its_words_and_gets_what_it_shows(rows, tmp_path):
+def test_hand_written_pages_keep_their_text_and_get_new_tables(rows, tmp_path):
     page = tmp_path / "README.md"
     page.write_text(PAGE, encoding="utf-8")
     (tmp_path / "figures").mkdir()
@@ -241,7 +241,7 @@ def test_a_written_page_keeps_its_words_and_gets_what_it_shows(rows, tmp_path):
 
 
 @pytest.mark.parametrize(("kind", "name"), [("retrieval", "passkey"), ("logit_scale", "logit_scale_histogram")])
-def test_what_a_page_shows_and_there_is_no_data_for_is_named_and_stays(rows, tmp_path, kind, name):
+def test_tables_without_data_are_named_and_kept(rows, tmp_path, kind, name):
     (tmp_path / "README.md").write_text(PAGE, encoding="utf-8")
     with pytest.raises(ValueError, match=f"no data for: {name}$"):
         write_report(rows.put(kind, []).results(), tmp_path)
@@ -259,19 +259,19 @@ def test_what_a_page_shows_and_there_is_no_data_for_is_named_and_stays(rows, tmp
         "<!-- table: passkey -->\n<!-- table: training -->\n<!-- end of table -->\n",
     ],
 )
-def test_marks_without_their_other_half_leave_the_page_alone(rows, tmp_path, page):
+def test_unbalanced_markers_leave_the_page_unchanged(rows, tmp_path, page):
     (tmp_path / "README.md").write_text(page, encoding="utf-8")
     with pytest.raises(ValueError, match="must be followed by one"):
         write_report(rows.results(), tmp_path)
     assert (tmp_path / "README.md").read_text(encoding="utf-8") == page
 
 
-def test_notes_that_show_nothing_are_no_page(rows, few, tmp_path):
+def test_notes_without_markers_are_not_a_page(rows, few, tmp_path):
     (tmp_path / "README.md").write_text("My notes.", encoding="utf-8")
     assert write_report(rows.results(), tmp_path).name == "report.html"
 
 
-def test_the_command_draws_folders_anew_from_their_rows_alone(rows, quick, tmp_path):
+def test_the_command_redraws_folders_from_their_rows(rows, quick, tmp_path):
     for name in ("one", "two"):
         write_rows(tmp_path / name, rows)
     (tmp_path / "two" / "README.md").write_text(PAGE, encoding="utf-8")
@@ -283,6 +283,6 @@ def test_the_command_draws_folders_anew_from_their_rows_alone(rows, quick, tmp_p
     assert failed.exit_code == 1
 
 
-def test_what_is_imported_is_what_commands_use():
+def test_exported_names_exist():
     assert {name for name in report.__all__ if not hasattr(report, name)} == set()
     assert overview_table(study({}, ["NoPE"]).results()).lines == []

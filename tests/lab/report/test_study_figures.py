@@ -1,4 +1,4 @@
-"""The figures of a study: what is drawn, and where there is nothing to draw."""
+"""The figures of a study, with and without data."""
 
 import math
 from functools import partial
@@ -37,7 +37,7 @@ from attention_priors.lab.report.figures.style import COLOURS, label, look, look
 
 
 def drawn(rows: Rows, stem: str) -> Any:
-    """The figure of a file's name."""
+    """Draw the figure of a file name."""
     (one,) = (one for one in illustrations(rows.results()) if one.stem == stem)
     return one.draw()
 
@@ -60,14 +60,14 @@ def keys(axes: Any) -> list[str]:
 
 
 def titled(figure: Any) -> dict[str, Any]:
-    """Visible panels by their titles."""
+    """Return the visible panels by their titles."""
     return {" ".join(axes.get_title(loc="left").split()): axes for axes in figure.axes if axes.get_visible()}
 
 
 # ---- scores
 
 
-def test_lines_and_intervals_are_the_table(rows):
+def test_lines_and_intervals_match_the_table(rows):
     figure = drawn(rows, "passkey_by_length")
     shown = bars(figure.axes[0])
     cells = shares_by_length(own_passkeys(rows.results()))
@@ -78,7 +78,7 @@ def test_lines_and_intervals_are_the_table(rows):
             if len(expected):
                 line, _, (segments,) = shown[name]
                 assert line.get_ydata() == pytest.approx(100 * expected.share)
-                # Moved sideways by less than half of the way to the next length.
+                # Points are shifted sideways by less than half of the distance to the next length.
                 assert line.get_xdata() == pytest.approx(expected.length, rel=0.2)
                 ends = np.array([segment[:, 1] for segment in segments.get_segments()])
                 assert ends == pytest.approx(100 * expected[["low", "high"]].to_numpy(), abs=1e-9)
@@ -86,7 +86,7 @@ def test_lines_and_intervals_are_the_table(rows):
     assert len(set(first)) == len(first)
 
 
-def test_seed_lines_are_drawn_only_where_there_are_several(rows):
+def test_seed_lines_need_several_seeds(rows):
     (line,) = by_gid(drawn(rows, "passkey_by_length"), "seed:BAM:1")
     shares = [
         np.mean([row["correct"] for row in rows.of("retrieval", scheme="BAM", seed=1, length=n)]) for n in LENGTHS
@@ -96,7 +96,7 @@ def test_seed_lines_are_drawn_only_where_there_are_several(rows):
     assert not by_gid(drawn(rows, "passkey_by_length"), "seed:BAM:0")
 
 
-def test_a_cross_ends_the_stopped_lines_and_no_others(rows):
+def test_crosses_mark_stopped_lines_only(rows):
     figure = drawn(rows, "passkey_by_length")
     for run in rows.of("run"):
         crosses = by_gid(figure, f"stopped:{run['scheme']}:{run['seed']}")
@@ -107,7 +107,7 @@ def test_a_cross_ends_the_stopped_lines_and_no_others(rows):
             assert cross.get_ydata()[0] == 0
 
 
-def test_a_plan_shows_who_stopped_and_where():
+def test_plans_mark_stopped_schemes():
     rows = study({}, ["NoPE", "ALiBi"])
     for scheme, lengths in (("NoPE", (240, 512)), ("ALiBi", (240, 512, 1024))):
         for seed in SEEDS:
@@ -124,7 +124,7 @@ def test_a_plan_shows_who_stopped_and_where():
         assert not by_gid(figure, f"stopped:ALiBi:{seed}")
 
 
-def test_answers_are_also_drawn_by_their_tokens():
+def test_answers_are_drawn_by_tokens_too():
     rows = study({}, ["ALiBi"])
     told = {"plan": "digits", "task": "passkey_8", "token_accuracy": 0.75, "scheme": "ALiBi", "seed": 0}
     rows += [asked_row(length, 0.5, 0, trials=4) | told for length in (240, 512)]
@@ -136,7 +136,7 @@ def test_answers_are_also_drawn_by_their_tokens():
 def test_token_axes_show_tokens_and_multiples_and_the_training_length(rows):
     for stem in ("passkey_by_length", "perplexity_by_position"):
         figure = drawn(rows, stem)
-        figure.savefig(BytesIO())  # ticks are made when drawn
+        figure.savefig(BytesIO())  # ticks are made during drawing
         axes = figure.axes[0]
         (line,) = by_gid(figure, "training length")
         assert list(line.get_xdata()) == [TRAINED, TRAINED]
@@ -149,7 +149,7 @@ def test_token_axes_show_tokens_and_multiples_and_the_training_length(rows):
             assert ticks == [str(length) for length in LENGTHS]
 
 
-# ---- looks
+# ---- colours and files
 
 
 def test_a_scheme_has_one_colour_in_every_figure(rows):
@@ -162,7 +162,7 @@ def test_a_scheme_has_one_colour_in_every_figure(rows):
     assert {dot.get_color() for dot in by_gid(drawn(rows, "theta_scatter"), "theta:BAM")} == {shown["BAM"].color}
 
 
-def test_many_schemes_all_look_different(rows):
+def test_many_schemes_have_distinct_styles(rows):
     assert len({(look(index).color, look(index).linestyle) for index in range(28)}) == 28
     first = looks(rows.results())["BAM"].linestyle
     more = [{"row": "scheme", "scheme": f"scheme {index}"} for index in range(len(COLOURS))]
@@ -173,7 +173,7 @@ def test_many_schemes_all_look_different(rows):
     assert seeds == [later] * len(SEEDS) != [first] * len(SEEDS)
 
 
-def test_names_are_not_read_as_mathematics():
+def test_names_are_not_parsed_as_mathematics():
     assert label("cost $5 or $6") == r"cost \$5 or \$6"
     assert not label("_private").startswith("_")
 
@@ -188,7 +188,7 @@ def test_files_are_small_and_figures_leave_no_state(rows):
     assert pyplot.get_fignums() == []
 
 
-def test_a_large_figure_has_a_lower_resolution(monkeypatch):
+def test_large_figures_have_a_lower_resolution(monkeypatch):
     figure, axes = style.start(4.0)
     axes.imshow(np.random.default_rng(0).random((300, 300)), cmap="viridis", interpolation="nearest")
     monkeypatch.setattr(style, "_LARGEST_FILE", 0)
@@ -200,7 +200,7 @@ def test_a_large_figure_has_a_lower_resolution(monkeypatch):
 TENTHS = ["0–10", "10–20", "20–30", "30–40", "40–50", "50–60", "60–70", "70–80", "80–90", "90–100"]
 
 
-def test_few_depths_that_all_texts_have_are_rows():
+def test_few_common_depths_are_rows():
     depths = [index / 19 for index in range(20)]
     names, row_of = depth_rows([depths, {*depths}])
     assert (names[:3], names[-1]) == (["0", "5", "11"], "100")
@@ -208,13 +208,13 @@ def test_few_depths_that_all_texts_have_are_rows():
 
 
 @pytest.mark.parametrize("measured", [[[0.3], [0.6]], [[0.3, 0.6], [0.3]], [[index / 20 for index in range(21)]]])
-def test_other_depths_or_many_are_put_together_by_tenths(measured):
+def test_other_depths_are_grouped_by_tenths(measured):
     names, row_of = depth_rows(measured)
     assert names == TENTHS
     assert {row_of[depth] for found in measured for depth in found} <= {*range(10)}
 
 
-def test_a_depth_at_the_edge_of_two_tenths_is_in_the_farther_one():
+def test_depths_on_an_edge_belong_to_the_farther_tenth():
     edges = [index / 10 for index in range(11)]
     _, row_of = depth_rows([[*edges, 1 - 0.9, 0.29, 0.05], [0.5]])
     assert [row_of[edge] for edge in edges] == [*range(10), 9]
@@ -222,7 +222,7 @@ def test_a_depth_at_the_edge_of_two_tenths_is_in_the_farther_one():
 
 
 def cells_of(axes: Any) -> dict[tuple[int, int], str]:
-    """Numbers by (column, line); means come after the others."""
+    """Return the numbers by (column, line). Means come after the others."""
     places = ((text.get_text(), *text.get_position()) for text in axes.texts)
     return {(round(x - 0.5), round(y - 0.5)): text for text, x, y in places}
 
@@ -239,14 +239,14 @@ def test_heatmaps_have_cells_and_means(rows, stem, scheme):
         for line in range(20):
             assert shown[column, line] == share([row for row in here if row["depth"] == line / 19])
     for line in range(20):
-        # The mean of the lengths before it stopped would flatter it.
+        # Without the lengths after the stop, the mean would be too high.
         whole = share([row for row in own if row["depth"] == line / 19])
         assert shown[len(LENGTHS), line] == (whole if evaluated == [*LENGTHS] else "–")
     assert len(by_gid(axes, "not evaluated")) == (len(LENGTHS) - len(evaluated)) * 21
     assert axes.yaxis_inverted()
 
 
-def test_a_heatmap_tells_lengths_that_lack_seeds(rows):
+def test_heatmaps_mark_lengths_with_missing_seeds(rows):
     last = LENGTHS[-1]
     for row in rows.of("retrieval", scheme="BAM <SSMax>", seed=0, length=last):
         rows.remove(row)
@@ -255,9 +255,9 @@ def test_a_heatmap_tells_lengths_that_lack_seeds(rows):
     assert sum(text.get_text() == "–" for text in axes.texts) == 20
 
 
-def test_depths_that_a_task_draws_are_put_together_by_tenths():
+def test_drawn_depths_are_grouped_by_tenths():
     rows = study({}, ["NoPE", "ALiBi"])
-    # Read at each length: two texts of the fourth tenth, of which one is right, and one that is alone in its tenth.
+    # At each length: two texts of the fourth tenth, one of them right, and one text alone in its tenth.
     for length, depths in {240: (0.3, 0.37, 0.02), 512: (0.31, 0.36, 0.6), 1024: (0.32, 0.39, 0.7)}.items():
         for scheme in ("NoPE", "ALiBi"):
             own = {"scheme": scheme, "seed": 0, "plan": "needles", "task": "niah_single_1"}
@@ -276,7 +276,7 @@ def test_depths_that_a_task_draws_are_put_together_by_tenths():
 # ---- losses
 
 
-def test_perplexity_is_of_the_mean_loss_over_seeds_with_its_interval(swept):
+def test_perplexity_comes_from_the_mean_loss_over_seeds(swept):
     axes = drawn(swept, "perplexity_by_position").axes[0]
     (band,) = by_gid(axes, "interval:BAM")
     edges = band.get_paths()[0].vertices
@@ -291,7 +291,7 @@ def test_perplexity_is_of_the_mean_loss_over_seeds_with_its_interval(swept):
     assert not by_gid(drawn(swept, "perplexity_by_position"), "interval:BAM")
 
 
-def test_a_perplexity_beyond_the_axis_is_told_and_squashes_nobody(rows):
+def test_perplexities_beyond_the_axis_are_labelled_and_do_not_compress_others(rows):
     rows.of("perplexity")[0]["nll"] = 5000.0
     axes = drawn(rows, "perplexity_by_position").axes[0]
     lowest = min(points(named(axes, "BAM <SSMax>")).values())
@@ -304,7 +304,7 @@ def test_a_perplexity_beyond_the_axis_is_told_and_squashes_nobody(rows):
     assert max(points(named(axes, "BAM <SSMax>")).values()) < axes.get_ylim()[1] < curves.PERPLEXITY_RANGE * lowest
 
 
-def test_positions_without_a_loss_are_left_out(rows):
+def test_positions_without_a_loss_are_omitted(rows):
     missing = rows.of("perplexity")[0]
     missing["nll"] = None
     axes = drawn(rows, "perplexity_by_position").axes[0]
@@ -314,7 +314,7 @@ def test_positions_without_a_loss_are_left_out(rows):
     assert drawn(rows, "perplexity_by_position") is None
 
 
-def test_many_schemes_have_lines_for_seeds_in_place_of_bands(swept):
+def test_many_schemes_have_seed_lines_instead_of_bands(swept):
     swept[0]["recipe"]["panels"] = {"All": ["*"]}
     (axes,) = titled(drawn(swept, "perplexity_by_position")).values()
     assert "thin: single seeds" in axes.get_ylabel()
@@ -337,7 +337,7 @@ def test_losses_on_genomes_are_drawn_in_bits_on_a_linear_axis():
     shown = points(named(axes, "ALiBi"))
     assert shown[4.0] == pytest.approx(2 * (0.9 - 2 / 500))
     low, high = axes.get_ylim()
-    assert high - low < 0.1  # differences of hundredths of a bit are what there is to see
+    assert high - low < 0.1  # differences are hundredths of a bit
     rows.of("perplexity", scheme="BAM")[0]["nll"] = 50.0
     axes = drawn(rows, "perplexity_by_position").axes[0]
     assert axes.get_ylim()[1] < 6
@@ -347,15 +347,15 @@ def test_losses_on_genomes_are_drawn_in_bits_on_a_linear_axis():
 # ---- panels and axes
 
 
-def test_a_recipe_says_what_stands_together(swept):
-    """Extended models too; what is in no panel is not in these figures."""
+def test_recipes_define_the_panels(swept):
+    """Panels include extended models. Schemes outside of all panels are not in these figures."""
     swept[0]["recipe"]["panels"] = {"Starts": ["BAM · init=*", "BAM"], "Longer": [f"{FIRST}, *"]}
     starts = ["BAM · init=laplace", "BAM · init=sampled", "BAM"]
     for stem in ("passkey_by_length", "perplexity_by_position"):
         shown = titled(drawn(swept, stem))
         assert keys(shown["Starts"])[:3] == starts
         assert keys(shown["Longer"])[:2] == ["trained on", "another prior"]  # of one scheme
-    # Of two schemes, the ways do not say which.
+    # With two schemes, the names of extensions would be ambiguous.
     swept.of("scheme", scheme=SHIFTED)[0]["extended_from"] = "BAM"
     (longer,) = (one for one in panels(swept.results()) if one.title == "Longer")
     assert list(longer.values.values()) == [LONGER, SHIFTED]
@@ -363,25 +363,25 @@ def test_a_recipe_says_what_stands_together(swept):
     assert len(titled(drawn(swept, "passkey_by_length"))) == 1
 
 
-def test_the_overview_leaves_out_what_stands_along_axes(swept):
+def test_the_overview_omits_schemes_of_axes(swept):
     legend = drawn(swept, "passkey_by_length").legends[0]
     assert [text.get_text() for text in legend.get_texts()] == ["BAM", "ALiBi"]
     swept[:] = [row for row in swept if row.get("scheme") not in ("BAM", "ALiBi")]
     assert drawn(swept, "passkey_by_length") is None
 
 
-def test_panels_show_what_is_compared(swept):
+def test_panels_show_the_compared_axes(swept):
     for stem in ("passkey_by_axis", "perplexity_by_axis"):
         shown = titled(drawn(swept, stem))
         assert list(shown) == ["init", "length", "s", "extension"]
         assert keys(shown["length"])[:3] == ["80", "160 (base)", "320"]
         assert len(by_gid(shown["length"], "training length")) == 3
-    # Each training length in the colour of the one scheme that has it.
+    # Each training length has the colour of its scheme.
     lines = by_gid(titled(drawn(swept, "passkey_by_axis"))["length"], "training length")
     assert [line.get_color() for line in lines] == [look(index).color for index in range(3)]
 
 
-def test_every_gaussian_head_of_a_comparison_is_in_its_panel(swept):
+def test_panels_hold_every_gaussian_head_of_their_comparison(swept):
     panel = titled(drawn(swept, "theta_by_axis"))["length"]
     for index, scheme in enumerate(("BAM · length=80", "BAM", "BAM · length=320")):
         dots = by_gid(panel, f"theta:{scheme}")
@@ -394,17 +394,17 @@ def test_every_gaussian_head_of_a_comparison_is_in_its_panel(swept):
     assert words == ["local\nβ > 0", "retrieval\n−0.6 ≤ β ≤ 0", "strong retrieval\nβ < −0.6"]
 
 
-def test_logit_scales_are_shares_of_heads(swept):
+def test_histograms_of_logit_scales_show_shares_of_heads(swept):
     ((title, panel),) = titled(drawn(swept, "logit_scales_by_axis")).items()
     assert title == "extension"
     for index, scheme in enumerate((FIRST, LONGER, SHIFTED)):
         (outline,) = by_gid(panel, f"s:{scheme}")
         assert to_hex(outline.get_edgecolor()) == look(index).color.lower()
-        # Up and down once for every bin.
+        # Each bin has two edges.
         assert sum(outline.get_xy()[1:-1:2, 1]) == pytest.approx(100)
 
 
-def test_the_longest_length_has_a_line_for_each_value(swept):
+def test_the_longest_length_has_one_line_per_value(swept):
     (axes,) = drawn(swept, "longest_by_axis").axes
     lines = [tick.get_text() for tick in axes.get_yticklabels()]
     assert lines[:5] == ["init", "uniform (base)", "laplace", "sampled", "length"]
@@ -417,7 +417,7 @@ def test_the_longest_length_has_a_line_for_each_value(swept):
     assert len([line for line in axes.lines if str(line.get_gid()).startswith("seed:BAM:")]) == 3 * len(SWEPT_SEEDS)
 
 
-def test_seeds_that_stopped_are_crosses_where_they_were_asked_last(swept):
+def test_stopped_seeds_are_crosses_at_their_last_length(swept):
     for row in swept.of("retrieval", scheme="BAM · init=laplace", seed=1, length=8192):
         swept.remove(row)
     (axes,) = drawn(swept, "longest_by_axis").axes
@@ -426,7 +426,7 @@ def test_seeds_that_stopped_are_crosses_where_they_were_asked_last(swept):
     assert bars(axes)["BAM · init=laplace"][0].get_markerfacecolor() == "white"
 
 
-def test_axes_with_several_comparisons_have_figures_of_their_own():
+def test_axes_with_several_comparisons_have_separate_figures():
     stands = [{"scheme": "X", "init": init, "size": size} for init in ("a", "b") for size in (1, 2)]
     rows = study({}, {str(one): {"axes": one} for one in stands})
     rows += [{"scheme": str(one), "seed": 0} | asked_row(64, 0.5, 1) for one in stands]
@@ -439,7 +439,7 @@ def test_axes_with_several_comparisons_have_figures_of_their_own():
 # ---- heads
 
 
-def test_prior_curves_are_measured_from_their_maximum_and_cut(rows):
+def test_prior_curves_are_relative_to_their_maximum_and_cut(rows):
     for row in rows.of("prior"):
         row["log_prior"] = [value + 7.5 for value in row["log_prior"]]
     figure = drawn(rows, "prior_curves_04_BAM")
@@ -452,7 +452,7 @@ def test_prior_curves_are_measured_from_their_maximum_and_cut(rows):
     assert list(points(line)) == first["distance"]
 
 
-def test_a_prior_that_is_the_same_everywhere_is_drawn_once(rows):
+def test_equal_priors_are_drawn_once(rows):
     (axes,) = drawn(rows, "prior_curves_02_ALiBi").axes
     assert axes.get_title(loc="left") == "every layer, every seed"
     assert len(axes.lines) == 4
@@ -475,14 +475,14 @@ def test_theta_scatter_shows_every_gaussian_head_and_only_those(rows):
     assert not by_gid(figure, "theta:ALiBi")
     bottom, top = figure.axes[0].get_ylim()
     assert bottom < min(THETA_BETA) < max(THETA_BETA) < top
-    # Of one scheme, markers are for layers.
+    # Within one scheme, markers stand for layers.
     rows.put("prior", rows.of("prior", scheme="BAM"))
     figure = drawn(rows, "theta_scatter")
     assert len({dot.get_marker() for dot in by_gid(figure, "theta:BAM")}) == 2
     assert "layer 1" in [text.get_text() for text in figure.legends[0].get_texts()]
 
 
-def test_gaussians_within_sums_are_heads_of_their_own():
+def test_gaussians_within_sums_are_separate_heads():
     def of(lead: str, theta_alpha: float, beta: float | None) -> dict[str, Any]:
         return {f"{lead}beta": beta, f"{lead}theta_alpha": theta_alpha, f"{lead}mu": 0.0}
 
@@ -491,7 +491,7 @@ def test_gaussians_within_sums_are_heads_of_their_own():
         ("generalized_gaussian + window", first),
         ("generalized_gaussian + key_sink + generalized_gaussian", {**first, "key_sink.bump": 3.0, **second}),
         ("generalized_gaussian", of("", 0.1, 0.2)),
-        # Heads that have none, and results from before summands had their θα.
+        # Heads without Gaussians, and results of versions without θα of summands.
         ("generalized_gaussian", of("", 0.1, None)),
         ("generalized_gaussian + window", {"generalized_gaussian.beta": 0.7}),
         ("spectral + key_sink", {"key_sink.bump": 3.0}),
@@ -514,7 +514,7 @@ def test_histograms_count_every_head(rows):
     assert sum(outline.get_xy()[1:-1:2, 1]) == pytest.approx(100)
 
 
-def test_every_head_has_its_line_of_reach():
+def test_every_head_has_a_line_of_reach():
     rows = study({}, ["steady", "loses"])
     for index, found in enumerate([[2, 60, 1], [8, 9, 200], [9, 9, 9], [32, 32, 31]]):
         half = dict(zip(("64", "128", "256"), found, strict=True))
@@ -532,7 +532,7 @@ def test_every_head_has_its_line_of_reach():
 
 
 def sums() -> Rows:
-    """Two heads of a sum, whose second seed has another sink; and the masses of its priors."""
+    """Return two heads of a sum whose sink differs in the second seed, with the masses of its priors."""
     rows = study({"training": {"context_length": 64}}, ["GOAT", "RoPE"])
     for seed in SEEDS:
         for head in (0, 1):
@@ -569,8 +569,8 @@ def test_maps_are_causal_probabilities():
     assert weights[3, :4] == pytest.approx(np.exp(logits) / np.exp(logits).sum())
 
 
-def test_maps_are_of_the_prior_as_it_is_multiplied():
-    """Two keys are ``e^Δ`` apart by the log-prior, and ``e^(c Δ)`` by the product."""
+def test_maps_show_the_scaled_prior():
+    """Two keys differ by ``e^Δ`` without the scale, and by ``e^(c Δ)`` with it."""
     rows, scale = sums(), [0.0, 0.5, 1.0, -1.0, 2.0, 3.0]
     for row in rows.of("prior_term"):
         row["scale"], row["log_prior"][5] = scale, None
@@ -583,21 +583,21 @@ def test_maps_are_of_the_prior_as_it_is_multiplied():
     assert np.nansum(weights, 1) == pytest.approx(1)
 
 
-def test_maps_before_the_mask_show_what_it_hides():
+def test_maps_before_the_mask_show_hidden_keys():
     rows = sums()
     figure = drawn(rows, "prior_logits_01_GOAT")
     shown = shown_map(figure)
-    row = np.array([2.0, -3.0, 1.0, 2.0, 3.0, 4.0])  # of query 1, first seed: the key before, its own, four ahead
+    row = np.array([2.0, -3.0, 1.0, 2.0, 3.0, 4.0])  # of query 1, first seed: the previous key, its own, four ahead
     assert shown[1] == pytest.approx(row - row.mean())
     assert np.isnan(shown[0]).tolist() == [False] * 5 + [True]  # five ahead: hidden by the prior itself
     assert np.nanmean(shown, 1) == pytest.approx(0, abs=1e-9)
     assert figure.get_suptitle() == "GOAT"
     for term in rows.of("prior_term"):
         term["ahead"] = None
-    assert drawn(rows, "prior_logits_01_GOAT") is None  # of before this was kept
+    assert drawn(rows, "prior_logits_01_GOAT") is None  # of versions that did not store it
 
 
-def test_a_prior_that_is_one_table_has_maps_and_no_summands():
+def test_priors_of_one_table_have_maps_and_no_summands():
     rows = sums()
     rows.put("prior_term", [row for row in rows.of("prior_term") if row["over"] == "distance"])
     near = np.exp(np.array([-3.0, 0.0, -6.0, -6.0, -6.0, -6.0]))
@@ -640,7 +640,7 @@ def test_losses_of_copies_are_drawn_above_the_optimum():
     assert "bands: 95 % interval" in shown["all tokens"].get_ylabel()
     for row in rows.of("copying"):
         row["nll"] += 50 * row["seed"] - 25
-    assert titled(drawn(rows, "copying_by_length"))["all tokens"].get_ylim()[1] < 2  # wide bands squash nothing
+    assert titled(drawn(rows, "copying_by_length"))["all tokens"].get_ylim()[1] < 2  # wide bands are cut off
 
 
 def test_attention_on_the_pass_key_is_drawn_by_seed():
@@ -653,13 +653,13 @@ def test_attention_on_the_pass_key_is_drawn_by_seed():
         assert lines["seed:ALiBi:0"] == pytest.approx([80, 70])
         assert lines["seed:ALiBi:1"] == pytest.approx([60, 20])
         assert "thin: single seeds" in figure.axes[0].get_ylabel()
-    assert list(titled(figure)) == ["One"]  # nothing was measured of the other panel's scheme
+    assert list(titled(figure)) == ["One"]  # the other panel's scheme has no measurements
 
 
 # ---- files
 
 
-def test_files_are_named_safely_and_told_apart(rows):
+def test_file_names_are_safe_and_distinct(rows):
     for row in rows:
         row |= (
             {"scheme": {"ALiBi": "a/../b", "BAM": "a b"}.get(row["scheme"], row["scheme"])} if "scheme" in row else {}

@@ -1,4 +1,4 @@
-"""The tables of a study: their numbers and their intervals."""
+"""The numbers and intervals of a study's tables."""
 
 import math
 from statistics import fmean, median, pstdev
@@ -36,7 +36,7 @@ def table(rows: Rows, name: str) -> Any:
 
 
 def line(shown: Table, *words: str) -> list:
-    """The first line that begins with words."""
+    """Return the first line that begins with these cells."""
     return next(list(line) for line in shown.lines if tuple(line[: len(words)]) == words)
 
 
@@ -78,7 +78,7 @@ def test_stopped_seeds_are_marked(rows):
     assert any("–" in line for line in shown.lines)
 
 
-def test_the_overview_marks_best_missing_and_incomplete(rows):
+def test_the_overview_marks_best_missing_and_incomplete_results(rows):
     shown = passkey_overview(rows.results())
     assert shown.header[-1] == "8192\n51×"
     assert "†: without the seeds that had stopped" in shown.caption
@@ -99,7 +99,7 @@ def test_incomplete_shares_and_zeros_are_never_best():
     assert best_shares(shares_by_length(own_passkeys(rows.results()))) == {64: 0.5}
 
 
-def test_one_seed_alone_has_wilson_intervals_only(swept):
+def test_a_single_seed_has_wilson_intervals_only(swept):
     swept[:] = [row for row in swept if row.get("seed", 0) == 0]
     assert {line[1] for line in table(swept, "passkey").lines} == {"texts"}
     assert all(cell.interval for cell in numbers(table(swept, "passkey")))
@@ -109,12 +109,12 @@ def test_one_seed_alone_has_wilson_intervals_only(swept):
 # ---- losses
 
 
-def test_perplexities_are_over_seeds_of_the_mean_loss(swept):
+def test_perplexities_come_from_the_mean_loss_over_seeds(swept):
     shown = table(swept, "perplexity")
     found = line(shown, "BAM")
     within = []
     for seed in SWEPT_SEEDS:
-        # Ranges 1-1, 2-3, ..., 64-127: the next one ends beyond 160 tokens.
+        # Ranges 1-1, 2-3, ..., 64-127. The next range ends beyond 160 tokens.
         own = [row for row in swept.of("perplexity", scheme="BAM", seed=seed) if row["position"] < 128 / math.sqrt(2)]
         within.append(np.average([row["nll"] for row in own], weights=[row["tokens"] for row in own]))
     mean, low, high = (math.exp(value) for value in over_seeds(within))
@@ -126,8 +126,8 @@ def test_perplexities_are_over_seeds_of_the_mean_loss(swept):
 
 
 @pytest.mark.parametrize(("trained", "first"), [(128, "181"), (160, "362"), (256, "362"), (257, "724")])
-def test_ranges_beyond_training_begin_there(trained, first):
-    """The range 128-255 is neither within 160 tokens nor beyond them, although its middle is."""
+def test_ranges_beyond_training_begin_beyond_it(trained, first):
+    """The range 128-255 is neither within 160 tokens nor beyond them, although its middle is beyond."""
     rows = study({"training": {"context_length": trained}}, ["BAM"])
     rows += [{"scheme": "BAM", "seed": 0} | loss_row(math.sqrt(2**k * (2 ** (k + 1) - 1)), 3.0, 9) for k in range(13)]
     shown = table(rows, "perplexity")
@@ -135,8 +135,8 @@ def test_ranges_beyond_training_begin_there(trained, first):
     assert ("is in neither" in shown.caption) == (trained in (160, 257))
 
 
-def test_a_range_that_ends_with_the_training_length_is_within_training():
-    """As where texts of 160 tokens, the training length, were read: the last range is 128-159."""
+def test_ranges_that_end_with_the_training_length_are_within_training():
+    """Texts have the training length, 160 tokens, so the last range is 128-159."""
     places = [math.sqrt(2**k * (2 ** (k + 1) - 1)) for k in range(7)] + [math.sqrt(128 * 159)]
     cells = []
     for read in (places, places[:-1]):
@@ -162,7 +162,7 @@ def test_losses_on_genomes_are_bits_per_base():
         assert Cell(f"{mean:.3f}", f"[{low:.3f}, {high:.3f}]") in numbers(shown)
 
 
-def test_losses_of_copies_stand_above_the_optimum():
+def test_losses_of_copies_are_shown_above_the_optimum():
     rows = study({}, ["GOAT", "RoPE"])
     for place, scheme in enumerate(("GOAT", "RoPE")):
         for seed in SEEDS:
@@ -184,13 +184,13 @@ def test_losses_of_copies_stand_above_the_optimum():
 
 
 def plan_row(scheme: str, seed: int, length: int, right: int, stopped: str | None = None) -> dict:
-    """Two texts of eight digits, of which the first ones are right."""
+    """Return rows of two texts of eight digits, the first of which are right."""
     told = {"token_accuracy": right / 8, "tokens_right": [2 * (place < right) for place in range(8)]}
     own = {"scheme": scheme, "seed": seed, "plan": "digits", "task": "passkey_8", "stopped": stopped}
     return asked_row(length, 0.5, 2 * (right == 8), trials=2, **told) | own
 
 
-def test_answers_are_also_shown_by_their_tokens():
+def test_answers_are_shown_by_tokens_too():
     rows = study({}, ["NoPE", "ALiBi"])
     rows += [plan_row("ALiBi", seed, length, right) for seed in SEEDS for length, right in ((240, 8), (512, 6))]
     scores = table(rows, "retrieval")
@@ -200,23 +200,23 @@ def test_answers_are_also_shown_by_their_tokens():
     assert tokens.header == ["plan and task", "scheme", "length", "all", *map(str, range(1, 9))]
     cells = line(tokens, "digits: passkey_8, answer's tokens", "ALiBi", "512")[3:]
     assert [cell.text for cell in cells] == ["75", *["100"] * 6, *["0"] * 2]
-    assert cells[1].interval == "[51, 100]"  # Wilson's of 4 of 4
+    assert cells[1].interval == "[51, 100]"  # Wilson's interval of 4 of 4
 
 
-def test_answers_whose_tokens_were_not_kept_have_their_share_alone():
+def test_answers_without_tokens_show_only_the_share():
     rows = study({}, ["ALiBi"])
     rows.append(plan_row("ALiBi", 0, 240, 4) | {"tokens_right": None})
     assert table(rows, "answer_tokens").header == ["plan and task", "scheme", "length", "all"]
 
 
-def test_the_head_that_gives_most_at_first_is_followed():
+def test_the_head_with_the_most_weight_at_first_is_followed():
     rows = attention_on_the_key()
-    # Student's interval of two seeds is far wider than a share can be.
+    # Student's interval of two seeds is far wider than the range of a share.
     cells = [Cell("70.0", "[0.0, 100.0]"), Cell("45.0", "[0.0, 100.0]")]
     assert table(rows, "needle_weights").lines == [["drowning", "ALiBi", *cells]]
 
 
-def test_the_deviation_of_passes_is_over_all_seeds():
+def test_the_deviation_of_passes_covers_all_seeds():
     rows = study({}, ["BAM"])
     passes = {0: [9.0, 10.0, 11.0], 1: [19.0, 20.5, 21.5], 2: [12.0, 14.0, 40.0]}
     for seed, times in passes.items():
@@ -235,34 +235,34 @@ def test_the_deviation_of_passes_is_over_all_seeds():
 # ---- axes and extensions
 
 
-def test_schemes_are_compared_where_they_differ_along_one_axis_alone(swept):
+def test_schemes_are_compared_if_they_differ_along_one_axis(swept):
     found = {one.axis: one for one in comparisons(swept.results())}
     assert list(found) == ["init", "length", "s", "extension"]
     init = {"BAM": "uniform (base)", "BAM · init=laplace": "laplace", "BAM · init=sampled": "sampled"}
     assert found["init"].values == init
-    assert list(found["length"].values.values()) == ["80", "160 (base)", "320"]  # numbers rise
-    # Before its extension, a model is compared with those that have none.
+    assert list(found["length"].values.values()) == ["80", "160 (base)", "320"]  # numbers are sorted
+    # Before its extension, a model is compared with unextended models.
     assert list(found["s"].values) == ["BAM", "BAM · s=ssmax(init=0.2)"]
     assert found["extension"].values == {FIRST: "before", LONGER: "trained on", SHIFTED: "another prior"}
     assert all(one.title == axis for axis, one in found.items())
 
 
-def test_comparisons_of_a_product_say_where_they_stand():
+def test_comparisons_of_a_product_name_the_fixed_values():
     stands = [{"scheme": "X", "init": init, "size": size} for init in ("a", "b") for size in (1, 2)]
     found = comparisons(study({}, {str(one): {"axes": one} for one in stands}).results())
     assert [one.title for one in found] == ["init (size=1)", "init (size=2)", "size (init=a)", "size (init=b)"]
     assert [list(one.values.values()) for one in found] == [["a", "b"]] * 2 + [["1", "2"]] * 2
 
 
-def test_axes_that_an_author_wrote_have_no_base():
-    """There is no sweep, and so no scheme that it varied one axis at a time."""
+def test_hand_written_axes_have_no_base():
+    """Without a sweep, no scheme is a base whose axes vary one at a time."""
     results = study({}, {"a": {"axes": {"size": 64}}, "b": {"axes": {"size": 128}}, "c": {}}).results()
     (found,) = comparisons(results)
     assert [*found.values.values()] == ["64", "128"]
     assert overview(results) == ["a", "b", "c"]
 
 
-def test_axes_stand_side_by_side(swept):
+def test_axes_share_one_table(swept):
     shown = table(swept, "axes")
     assert list(dict.fromkeys(line[0] for line in shown.lines)) == ["init", "length", "s", "extension"]
     assert line(shown, "init", "uniform (base)")[3:7] == line(table(swept, "passkey"), "BAM")[2:]
@@ -277,7 +277,7 @@ def test_schemes_without_pass_keys_keep_the_columns(swept):
     assert found[7] == line(table(swept, "perplexity"), "BAM")[2]
 
 
-def test_every_extension_stands_after_what_was_before(swept):
+def test_extensions_follow_their_first_model(swept):
     found = table(swept, "extension").lines
     ways = [[f"{TRAINED} → {EXTENDED}", "trained on", "256"], ["", "another prior", "0"]]
     assert [list(line[:3]) for line in found] == [[FIRST, "before", "–"], *ways]
@@ -290,7 +290,7 @@ def test_every_extension_stands_after_what_was_before(swept):
         assert line_found[5:9] == line(table(swept, "passkey"), name)[2:]
 
 
-def test_before_an_extension_are_all_models_that_were_extended(swept):
+def test_every_extended_model_has_a_row_before_extension(swept):
     whole = table(swept, "extension").lines
     extended = {(LONGER, 0), (LONGER, 1), (SHIFTED, 1), (SHIFTED, 2)}
     swept[:] = [row for row in swept if row["row"] != "extension" or (row["scheme"], row["seed"]) in extended]
@@ -299,7 +299,7 @@ def test_before_an_extension_are_all_models_that_were_extended(swept):
     assert one[3] != other[3]
 
 
-def test_extensions_to_several_lengths_stand_apart(swept):
+def test_extensions_to_several_lengths_have_separate_lines(swept):
     for row in swept.of("extension", scheme=SHIFTED):
         row |= {"to": 640, "loss": {when: {"160": 3.1, "640": 3.5} for when in ("before", "after")}}
     assert [list(line[:2]) for line in table(swept, "extension").lines] == [
@@ -320,7 +320,7 @@ def test_heads_are_counted_by_cluster(swept):
     assert line(table(swept, "heads"), FIRST)[-1] == Cell(f"{fmean(scales):.3g}", ends)
 
 
-def test_masses_are_of_the_head_that_gives_most():
+def test_masses_are_of_the_head_with_the_largest_weight():
     rows = study({}, ["GOAT"])
     for seed in SEEDS:
         for head in (0, 1):
@@ -328,10 +328,10 @@ def test_masses_are_of_the_head_that_gives_most():
             mass = {"first": 0.2 + 0.5 * head, "previous": 0.5, "itself": 0.1 + seed / 5}
             rows.append({"row": "prior_mass"} | own | mass)
     shown = table(rows, "prior_mass")
-    (found,) = shown.lines  # of one layer, so there is no line of any
+    (found,) = shown.lines  # with one layer, there is no line for any layer
     assert found[:3] == ["GOAT", "0", "2"]
     assert [cell.text for cell in found[3:]] == ["70", "50", "20"]
-    assert found[5].interval == "[0, 100]"  # cut
+    assert found[5].interval == "[0, 100]"  # cut to 0-100
     assert "logit scale" not in shown.caption
     rows.of("prior_mass")[0]["scaled"] = True
     assert "multiplied by the logit scale as in attention" in table(rows, "prior_mass").caption
@@ -355,7 +355,7 @@ def sights() -> Rows:
     return rows
 
 
-def test_heads_are_counted_that_stay_what_they_were():
+def test_heads_that_keep_their_class_are_counted():
     shown = table(sights(), "prior_reach")
     assert shown.header == ["scheme", "heads", "of", "64", "128", "256"]
     assert shown.lines == [
@@ -364,11 +364,11 @@ def test_heads_are_counted_that_stay_what_they_were():
     ]  # fmt: skip
 
 
-def test_schemes_of_several_lengths_have_what_they_were_asked():
+def test_schemes_show_only_their_requested_lengths():
     rows = sights()
     for row in rows.of("prior_reach", scheme="loses"):
         del row["half"]["64"]
-    # Of each seed, two heads look far at its first length, 128: half and a quarter of the text.
+    # In each seed, two heads are far-sighted at the first length, 128, with half and a quarter of the text.
     assert [line[3:] for line in table(rows, "prior_reach").lines[2:]] == [["–", "0", "0"], ["–", "4", "0"]]
 
 
@@ -380,17 +380,17 @@ def test_the_heads_of_a_scheme_are_explained_and_counted(rows):
     assert len({tuple(line[:3]) for line in shown.lines}) == 16
 
 
-def test_several_kinds_of_prior_are_told_apart(rows):
+def test_kinds_of_priors_have_separate_counts(rows):
     laplace = rows.of("prior", scheme="ALiBi")[0] | {"scheme": "BAM", "layer": 9}
     laplace["parameters"] = {"slope": 0.25, "bias": [0.0, 1.0, 2.0]}
     rows.put("prior", [rows.of("prior", scheme="BAM")[0], laplace])
     shown = heads(rows.results()["prior"])
-    assert "beta" in shown.header  # another prior may have a beta of another meaning
+    assert "beta" in shown.header  # beta may have another meaning in another prior
     assert [line[3:5] for line in shown.lines] == [["generalized gaussian", "retrieval (β < 0)"], ["laplace", ""]]
     assert [line[-2:] for line in shown.lines] == [["–", "–"], ["0.25", "3 numbers"]]
 
 
-def test_how_models_were_made(rows):
+def test_training_is_described(rows):
     for row, seconds in zip(rows.of("run", scheme="NoPE"), (60, 180), strict=True):
         row["train_seconds"], row["final_loss"] = seconds, 2.5
     for row in rows.of("run", scheme="ALiBi"):

@@ -1,4 +1,4 @@
-"""The forms of a table, how numbers are written, and the words of captions."""
+"""Formats of tables and numbers, and the texts of captions."""
 
 import math
 import re
@@ -42,7 +42,7 @@ def test_markdown_is_escaped():
     assert SMALL.markdown() == "50 % of \\$x\\$\n\n" + "".join(f"{line}\n" for line in lines)
 
 
-def test_words_that_the_line_above_has_are_left_out():
+def test_repeated_words_are_omitted():
     table = Table(
         "t", "", ["a", "b", "c"], [["x", "y", "1"], ["x", "y", "2"], ["x", "z", "3"], ["w", "z", "4"]], words=2
     )
@@ -72,7 +72,7 @@ def test_latex_is_escaped():
         ("a * b", "a {*} b"),
     ],
 )
-def test_latex_shows_any_name_as_it_is(name, written):
+def test_latex_shows_any_name_literally(name, written):
     assert f"\n{written} & 1 \\\\" in Table("t", "", ["a", "b"], [[name, "1"]]).latex()
 
 
@@ -95,7 +95,7 @@ def test_latex_is_balanced_and_plain(swept, tmp_path):
         assert "%" not in body
 
 
-def test_tables_that_there_is_no_data_for_any_more_are_removed(swept, tmp_path):
+def test_tables_without_data_are_removed(swept, tmp_path):
     names = ["passkey", "perplexity", "axes", "extension", "heads", "training", "runs"]
     first = write_tables(tables(swept.results()), tmp_path)
     assert [path.name for path in first] == [f"{name}.{ending}" for name in names for ending in ("md", "tex")]
@@ -109,7 +109,7 @@ def test_tables_that_there_is_no_data_for_any_more_are_removed(swept, tmp_path):
     assert others == {"README.md", "main.tex", "heads.txt"}
 
 
-def test_terminals_show_names_as_they_are():
+def test_terminals_show_names_literally():
     text = terminal(Table("t", "[b]", ["[i]", "n"], [["[red]x[/red]", Cell("1", "[0, 2]", best=True)]]))
     assert "[b]" in text
     assert "[i]" in text
@@ -118,7 +118,7 @@ def test_terminals_show_names_as_they_are():
     assert "[0, 2]" not in terminal(SMALL, intervals=False)
 
 
-def test_numbers_that_do_not_exist_are_dashes():
+def test_missing_numbers_are_dashes():
     assert Cell.of((math.nan, math.nan, math.nan), str) == Cell.of((math.inf, 1.0, 2.0), str) == Cell("–")
     assert Cell.of((1.0, math.nan, math.nan), str) == Cell("1.0")
     assert Cell.of_share((0.5, -0.2, 1.3), "†") == Cell("50†", "[0, 100]")
@@ -147,7 +147,7 @@ def test_numbers_are_written_for_people(write, value, expected):
     assert write(value) == expected
 
 
-def test_words_that_lack_a_value_are_an_error():
+def test_captions_with_missing_values_are_refused():
     assert wording("passkey_by_length", schemes="x") == "Share of pass keys retrieved against context length: x."
     with pytest.raises(UndefinedError, match="schemes"):
         wording("passkey_by_length")

@@ -14,7 +14,7 @@ from attention_priors.lab.study import Recipe
 
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Recipe]:
-    """The recipe, with changes."""
+    """Return the recipe with changes."""
     texts = write_texts(tmp_path_factory.mktemp("corpus") / "texts")
 
     def make(changes: dict[str, Any] | None = None) -> Recipe:
@@ -30,7 +30,7 @@ def quiet() -> Console:
 
 @dataclass
 class Finished:
-    """A comparison that was carried out: first with one scheme only, then whole."""
+    """Run a comparison, first with one scheme only, then in full."""
 
     folder: Path
     only: list[dict[str, Any]]
@@ -56,7 +56,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory, tiny: Callable[..., Recip
 
 @pytest.fixture
 def stub_worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
-    """Let a script stand for workers; its arguments 3 to 7 are recipe, output, scheme, seed and seconds to wait."""
+    """Replace workers by a script. Its arguments 3 to 7 are recipe, output, scheme, seed and seconds to wait."""
 
     def use(script: str) -> None:
         python = tmp_path / "python"

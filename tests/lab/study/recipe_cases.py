@@ -1,4 +1,4 @@
-"""A recipe that is trained in seconds, and the text that it reads."""
+"""A recipe that trains in seconds, and its text."""
 
 import copy
 import random
@@ -46,7 +46,7 @@ RECIPE: dict[str, Any] = {
 
 
 def changed(changes: dict[str, Any]) -> dict[str, Any]:
-    """The recipe with ``{"training.steps": 5}`` and the like; ``...`` takes a key out."""
+    """Return the recipe with changes such as ``{"training.steps": 5}``; ``...`` removes a key."""
     recipe = copy.deepcopy(RECIPE)
     for path, value in changes.items():
         place = recipe
@@ -70,7 +70,7 @@ def write_texts(folder: Path) -> Path:
 
 
 def write_genome(path: Path) -> Path:
-    """A drawn genome of two records, of which each unit of 20 bases stands there twice, one after the other."""
+    """Write a random genome of two records in which each unit of 20 bases occurs twice in a row."""
     draw = random.Random(0)
     with path.open("w", encoding="ascii") as file:
         for name, units in {"chr1": 150, "chr2": 50}.items():
@@ -80,7 +80,7 @@ def write_genome(path: Path) -> Path:
 
 
 def carry_out(recipe: Recipe | ImageRecipe, output: Path, only: Sequence[str] = ()) -> Results:
-    """Compare as ``compare`` does, but carry the runs out in this process: to start others takes long."""
+    """Compare as ``compare`` does, but run the schemes in this process, because new processes take long."""
     study, threads = load_study(recipe, output / "cache"), torch.get_num_threads()
     torch.set_num_threads(recipe.threads_per_run)
     study.check()
@@ -94,12 +94,12 @@ def carry_out(recipe: Recipe | ImageRecipe, output: Path, only: Sequence[str] = 
 
 
 def decoder_recipe(path: Path) -> Recipe:
-    """A recipe that trains decoders."""
+    """Return a recipe that trains decoders."""
     recipe = load_recipe(path)
     assert isinstance(recipe, Recipe)
     return recipe
 
 
 def of_kind(rows: list[dict[str, Any]], kind: str, /, **values: Any) -> list[dict[str, Any]]:
-    """The rows of results of a kind in which the named values are these."""
+    """Return the rows of results of a kind with these values."""
     return [row for row in rows if row["row"] == kind and values.items() <= row.items()]

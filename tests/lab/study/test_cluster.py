@@ -28,7 +28,7 @@ BOTH: dict[str, Any] = {"schemes.BAM + SSMax.training": {}}
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     options: dict[str, Any] = {"n_workers": 2, "threads_per_worker": 1, "memory_limit": 0, "dashboard_address": None}
-    # Copies of this process, which has imported what takes others seconds.
+    # Copies of this process, which has imported packages that take seconds.
     with (
         dask.config.set({"distributed.worker.multiprocessing-method": "fork"}),
         LocalCluster(**options, local_directory=str(tmp_path_factory.mktemp("dask"))) as found,
@@ -38,7 +38,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
 
 @pytest.fixture
 def stub_worker_there(cluster: Any, stub_worker: Callable[[str], None]) -> Iterator[Callable[[str], None]]:
-    """Lets a script stand for the workers that a Dask worker starts, as ``stub_worker`` for those of this process."""
+    """Replace the workers that a Dask worker starts by a script, as ``stub_worker`` does for this process."""
     python = sys.executable
 
     def use(script: str) -> None:
@@ -51,7 +51,7 @@ def stub_worker_there(cluster: Any, stub_worker: Callable[[str], None]) -> Itera
 
 
 def _processes(scheme: str) -> list[psutil.Process]:
-    """Processes that carry out a run of the scheme."""
+    """Return the processes that run the scheme."""
     found = []
     for process in psutil.Process().children(recursive=True):
         try:
@@ -70,7 +70,7 @@ def _wait_for(condition: Callable[[], object]) -> None:
         time.sleep(0.01)
 
 
-def test_a_run_goes_on_elsewhere_when_its_machine_is_lost(cluster, finished, tiny, tmp_path, quiet, monkeypatch):
+def test_a_run_moves_when_its_machine_is_lost(cluster, finished, tiny, tmp_path, quiet, monkeypatch):
     steps: list[tuple[str, int]] = []
     show = _Display._show
 
@@ -101,7 +101,7 @@ def test_a_run_goes_on_elsewhere_when_its_machine_is_lost(cluster, finished, tin
     caller.join(240)
     assert not caller.is_alive()
 
-    # It went on from the checkpoint, and ended as if nothing had happened.
+    # The run resumed from the checkpoint and has the results of an uninterrupted one.
     assert {scheme for scheme, _ in steps} == {"ALiBi", "BAM + SSMax"}
     assert not [done for scheme, done in steps[before + 1 :] if scheme == "ALiBi" and 0 < done < 40]
     trained, whole = (
@@ -115,8 +115,8 @@ def test_a_run_goes_on_elsewhere_when_its_machine_is_lost(cluster, finished, tin
     assert [path.read_text() for path in output.rglob("log.txt")] == ["", ""]
 
 
-def test_runs_do_not_outlive_a_call_that_is_killed(cluster, tiny, tmp_path, stub_worker_there):
-    stub_worker_there("cat")  # ends with its standard input, as a worker
+def test_runs_end_with_a_killed_call(cluster, tiny, tmp_path, stub_worker_there):
+    stub_worker_there("cat")  # ends when its standard input closes, as a worker does
 
     def call() -> None:
         compare(tiny(), tmp_path / "out", only=["ALiBi"], scheduler=cluster.scheduler_address, console=Console())
@@ -147,9 +147,9 @@ def test_workers_must_see_the_output_folder(cluster, tmp_path):
         workers.use(tmp_path / "nowhere")
 
 
-def test_a_scheduler_that_is_not_there_is_an_error_before_any_work(tiny, tmp_path, quiet, monkeypatch):
+def test_missing_schedulers_are_refused_before_any_work(tiny, tmp_path, quiet, monkeypatch):
     monkeypatch.setattr(cluster_module, "CONNECT_SECONDS", 1)
-    recipe = tiny({"corpus.source": str(tmp_path / "nowhere")})  # which would be the next error
+    recipe = tiny({"corpus.source": str(tmp_path / "nowhere")})  # would be the next error
     with pytest.raises(
         OSError, match=r"scheduler 'tcp://127\.0\.0\.1:9' cannot be reached: .* 'dask scheduler' prints"
     ):
@@ -165,7 +165,7 @@ def test_without_dask_the_error_names_the_extra(tiny, tmp_path, quiet, monkeypat
         compare(tiny(), tmp_path / "out", scheduler="tcp://x:1", console=quiet)
 
 
-def test_the_recipe_bounds_the_runs_at_a_time(cluster, tiny, tmp_path, quiet, monkeypatch):
+def test_the_recipe_limits_concurrent_runs(cluster, tiny, tmp_path, quiet, monkeypatch):
     found: list[int] = []
     monkeypatch.setattr(ClusterWorkers, "use", lambda self, file: (found.append(self.at_a_time), 1 / 0))
     for changes in ({}, {"processes": 1}):

@@ -1,4 +1,4 @@
-"""Whole comparisons, their results, and what stops one before any work is done."""
+"""Whole comparisons, their results, and errors before any work."""
 
 import hashlib
 import io
@@ -26,7 +26,7 @@ SCHEMES = ["ALiBi", "BAM + SSMax"]
 
 
 def _snapshot(folder: Path) -> dict[str, tuple[int, str]]:
-    """Time and content of every file."""
+    """Return time and content of every file."""
     return {
         path.relative_to(folder).as_posix(): (
             path.stat().st_mtime_ns,
@@ -50,11 +50,11 @@ def no_workers(monkeypatch) -> None:
     monkeypatch.setattr(subprocess, "Popen", refuse)
 
 
-# ---- what a comparison gives
+# ---- results of a comparison
 
 
-def test_versions_and_machines_are_those_of_the_runs(finished, tiny, copy, quiet, no_workers):
-    """Whoever collects runs again may have others."""
+def test_versions_and_machines_describe_the_runs(finished, tiny, copy, quiet, no_workers):
+    """The machine that collects the runs may differ."""
     path = copy / "runs" / "ALiBi" / "seed-3" / "training.json"
     training = json.loads(path.read_text())
     training["versions"]["torch"], training["machine"]["processor"] = "2.9.1", "Abacus"
@@ -99,7 +99,7 @@ def test_schemes_are_described(finished):
         "parameters": weights + 2 * 2,
         "prior_parameters": 0,
     }
-    # θα and β of BAM train, θμ does not; s trains.
+    # θα and β of BAM train, and θμ does not. s trains.
     assert bam == {
         "row": "scheme",
         "scheme": "BAM + SSMax",
@@ -124,7 +124,7 @@ def test_every_run_has_its_history(finished):
     assert history[-1]["loss"] < history[0]["loss"] - 0.5  # it has learned
 
 
-def test_passkey_rows_go_up_to_where_a_scheme_gave_up(finished):
+def test_passkey_rows_end_where_a_scheme_stopped(finished):
     grid = [(length, depth) for length in (150, 160, 170) for depth in (0.0, 1.0)]
     for run in finished.rows("run"):
         rows: list[Any] = finished.rows("retrieval", scheme=run["scheme"], plan=None)
@@ -161,17 +161,17 @@ def test_priors_and_scales_have_a_row_per_layer_and_head(finished):
         rows = finished.rows("prior", scheme=scheme)
         assert [(row["layer"], row["head"]) for row in rows] == heads
         assert all(row["prior"] == prior and row["distance"][-1] == 174 for row in rows)
-        # The window is added for the tests alone: it was not learned.
+        # The window is added for the tests only and was not learned.
         assert all(value is not None for row in rows for value in row["log_prior"])
     scales = [(row["scheme"], row["layer"], row["head"]) for row in finished.rows("logit_scale")]
     assert scales == [("BAM + SSMax", *head) for head in heads]
 
 
-def test_one_scheme_alone_leaves_the_others_out(finished):
+def test_only_selects_schemes(finished):
     assert {row["scheme"] for row in finished.only[1:]} == {"BAM + SSMax"}
     assert any(name.startswith("runs/BAM_+_SSMax/seed-3/") for name in finished.files_after_only)
     assert not any("ALiBi" in name for name in finished.files_after_only)
-    # The rest was added later, and what was there did not change.
+    # The other schemes were added later and changed no earlier result.
     later = [row for row in read_rows(finished.folder) if row.get("scheme") == "BAM + SSMax"]
     assert later == finished.only[1:]
 
@@ -194,7 +194,7 @@ def test_a_finished_run_keeps_its_model_and_no_checkpoints(finished):
         assert f"- recipe: Tiny, {scheme}\n" in (folder / "model" / "README.md").read_text()
 
 
-# ---- calling it again
+# ---- repeated calls
 
 
 def test_a_second_call_does_nothing(finished, copy, tiny, quiet, no_workers):
@@ -210,13 +210,13 @@ def test_a_second_call_does_nothing(finished, copy, tiny, quiet, no_workers):
     assert study | {"created": None} == finished.study | {"created": None}
 
 
-def test_files_that_are_left_out_are_told(copy, tiny, no_workers, tmp_path, monkeypatch):
+def test_skipped_files_are_reported(copy, tiny, no_workers, tmp_path, monkeypatch):
     folder = Path(shutil.copytree(tiny().corpus.source, tmp_path / "texts"))
     (folder / "nul.bin").write_bytes(b"a\0b")
     words = load_study(tiny({"corpus.source": str(folder)}), tmp_path / "cache").left_out
     assert words == "left out: nul.bin: it is binary (it holds a NUL byte)"
     loaded = load_study(tiny(), copy / "cache")
-    # The package has a function of the module's name.
+    # The package has a function with the module's name.
     monkeypatch.setattr(sys.modules["attention_priors.lab.study.compare"], "load_study", lambda *_: loaded)
     for loaded.left_out in (None, words):
         printed = io.StringIO()
@@ -226,13 +226,13 @@ def test_files_that_are_left_out_are_told(copy, tiny, no_workers, tmp_path, monk
         )
 
 
-def test_a_new_name_is_no_other_recipe(copy, tiny, quiet, no_workers):
+def test_a_new_name_is_the_same_recipe(copy, tiny, quiet, no_workers):
     results = compare(tiny({"name": "Other", "description": "new"}), copy, console=quiet)
     assert results.study["recipe"]["name"] == "Other"
     assert len(results["run"]) == 2
 
 
-def test_a_scheme_that_was_taken_out_is_left_out(copy, tiny, quiet, no_workers):
+def test_removed_schemes_are_omitted(copy, tiny, quiet, no_workers):
     results = compare(tiny({"schemes.ALiBi": ...}), copy, console=quiet)
     assert [*results["run"].scheme] == ["BAM + SSMax"]
 
@@ -249,7 +249,7 @@ def test_the_command_writes_the_report_of_a_finished_comparison(copy, tiny, tmp_
     assert {path.name for path in (copy / "tables").iterdir()} >= {"passkey.md", "passkey.tex", "perplexity.md"}
 
 
-# ---- what stops it before any work
+# ---- errors before any work
 
 
 def test_an_unknown_scheme_changes_nothing(copy, tiny, quiet):
@@ -279,15 +279,15 @@ def test_processes_must_be_a_positive_number(tiny, tmp_path, quiet):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_no_more_processes_than_the_recipe_allows(tiny, tmp_path, quiet):
+def test_the_recipe_limits_processes(tiny, tmp_path, quiet):
     with pytest.raises(RecipeError, match="processes must be at most 1, the limit of the recipe; got 2"):
         compare(Recipe.model_validate(changed({"processes": 1})), tmp_path / "out", processes=2, console=quiet)
     assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize(("allowed", "expected"), [(None, 8), (1, 1), (3, 3), (20, 8)])
-def test_processes_are_as_many_as_there_are_cores_for_and_the_recipe_allows(allowed, expected, monkeypatch):
-    # A scheduler such as SLURM allots some of the machine's cores.
+def test_default_processes_depend_on_cores_and_recipe(allowed, expected, monkeypatch):
+    # A scheduler such as SLURM allocates some of the machine's cores.
     monkeypatch.setattr("os.cpu_count", lambda: 64)
     monkeypatch.setattr("os.sched_getaffinity", lambda process: set(range(16)), raising=False)
     recipe = Recipe.model_validate(changed({"processes": allowed, "threads_per_run": 2}))
@@ -295,9 +295,9 @@ def test_processes_are_as_many_as_there_are_cores_for_and_the_recipe_allows(allo
 
 
 @pytest.mark.parametrize("below", ["", "out"])
-def test_an_output_folder_that_cannot_be_written_is_an_error_before_any_work(tiny, tmp_path, quiet, below):
+def test_unwritable_outputs_are_refused_before_any_work(tiny, tmp_path, quiet, below):
     (tmp_path / "file").write_text("in the way")
-    # The corpus is missing too, which would be the next error.
+    # The corpus is also missing, which would be the next error.
     recipe = tiny({"corpus.source": str(tmp_path / "nowhere")})
     with pytest.raises(OSError, match="cannot write to the output folder") as caught:
         compare(recipe, tmp_path / "file" / below, console=quiet)
@@ -327,7 +327,7 @@ def test_another_recipe_in_the_same_folder_changes_nothing(copy, tiny, quiet, no
     assert difference in str(caught.value)
     assert "runs/ALiBi/seed-3" in str(caught.value)
     assert _snapshot(copy / "runs") == before
-    # The recipe that was there goes on.
+    # The folder's own recipe still works.
     assert len(compare(tiny(), copy, console=quiet)["run"]) == 2
 
 
@@ -405,7 +405,7 @@ def test_another_tokenizer_under_the_same_path_is_another_recipe(finished, tiny,
         ),
     ],
 )
-def test_a_text_that_cannot_be_made_is_an_error_before_any_work(tiny, tmp_path, quiet, no_workers, changes, complaint):
+def test_impossible_texts_are_refused_before_any_work(tiny, tmp_path, quiet, no_workers, changes, complaint):
     with pytest.raises(RecipeError, match=complaint):
         compare(tiny(changes), tmp_path / "out", console=quiet)
     assert not (tmp_path / "out" / "runs").exists()
@@ -414,7 +414,7 @@ def test_a_text_that_cannot_be_made_is_an_error_before_any_work(tiny, tmp_path, 
 # ---- a run that fails
 
 
-def test_a_run_that_fails_is_named_once_the_others_are_done(copy, tiny, quiet, finished, stub_worker):
+def test_a_failed_run_is_named_after_the_others_finish(copy, tiny, quiet, finished, stub_worker):
     run, other = (copy / "runs" / name / "seed-3" for name in ("ALiBi", "BAM_+_SSMax"))
     done = (other / "done.json").rename(copy / "kept.json")
     for path in (run / "done.json", copy / FILE):
@@ -434,7 +434,7 @@ def test_a_run_that_fails_is_named_once_the_others_are_done(copy, tiny, quiet, f
     assert of_kind(read_rows(copy), "retrieval") == finished.rows("retrieval", scheme="BAM + SSMax")
 
 
-def test_the_command_reports_what_is_there_when_a_run_fails(finished, tiny, tmp_path, monkeypatch):
+def test_the_command_reports_finished_runs_when_a_run_fails(finished, tiny, tmp_path, monkeypatch):
     def fail(*arguments: object, **options: object) -> None:
         raise RunFailedError("ALiBi, seed 4, ended with exit code 1", found)
 
@@ -448,7 +448,7 @@ def test_the_command_reports_what_is_there_when_a_run_fails(finished, tiny, tmp_
     assert "error: ALiBi, seed 4, ended with exit code 1" in result.output
     assert "BAM + SSMax" in (tmp_path / "out" / "report.html").read_text(encoding="utf-8")
     assert "BAM + SSMax" in (tmp_path / "out" / "tables" / "passkey.md").read_text(encoding="utf-8")
-    # A page that shows more than there is does not hide why it failed; it is an error where nothing else is.
+    # A page with tables without data does not hide the failed run. Without a failure, such a page is an error.
     (tmp_path / "out" / "README.md").write_text("<!-- table: axes -->\n<!-- end of table -->\n")
     result = CliRunner().invoke(app, ["compare", str(recipe), "--output", str(tmp_path / "out")])
     assert result.exit_code == 1
@@ -458,14 +458,14 @@ def test_the_command_reports_what_is_there_when_a_run_fails(finished, tiny, tmp_
     result = CliRunner().invoke(app, ["compare", str(recipe), "--output", str(tmp_path / "out")])
     assert (result.exit_code, "no data for: axes" in result.output) == (1, True)
     monkeypatch.setattr(study, "compare", fail)
-    # Where nothing is finished, there is nothing to report.
+    # Without finished runs, there is nothing to report.
     found = Results.of([finished.study])
     result = CliRunner().invoke(app, ["compare", str(recipe), "--output", str(tmp_path / "none")])
     assert (result.exit_code, result.output.strip()) == (1, "error: ALiBi, seed 4, ended with exit code 1")
     assert not (tmp_path / "none").exists()
 
 
-def test_a_worker_that_speaks_out_of_turn_is_heard_to_its_end(tiny, tmp_path, quiet, stub_worker):
+def test_unexpected_output_of_a_worker_is_in_the_error(tiny, tmp_path, quiet, stub_worker):
     stub_worker("echo not the protocol\nexit 3")
     with pytest.raises(RunFailedError, match=r"exit code 3(.|\n)*not the protocol"):
         compare(tiny(), tmp_path / "out", only=["ALiBi"], console=quiet)

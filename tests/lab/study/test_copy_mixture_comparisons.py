@@ -56,12 +56,12 @@ def _recipe(**changes: Any) -> Recipe:
 
 @pytest.fixture(scope="module")
 def output(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Every run of the recipe, carried out in this process."""
+    """Run every scheme of the recipe in this process."""
     folder = tmp_path_factory.mktemp("copies")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(materials_module, "HELD_OUT_TOKENS", 96)
         carry_out(_recipe(), folder)
-    assert not [*(folder / "cache").iterdir()]  # there is no tokenizer
+    assert not [*(folder / "cache").iterdir()]  # the task has no tokenizer
     return folder
 
 
@@ -70,11 +70,11 @@ def rows(output: Path) -> list[dict[str, Any]]:
     return read_rows(output)
 
 
-# ---- what is read
+# ---- rows
 
 
-def test_what_is_tested_is_never_trained_on(tmp_path):
-    materials = Materials.load(_recipe(corpus={"copy_mixture": {}}), tmp_path)  # few of its rows are alike by chance
+def test_test_rows_are_never_trained_on(tmp_path):
+    materials = Materials.load(_recipe(corpus={"copy_mixture": {}}), tmp_path)  # few of its rows are equal by chance
     settings = materials.recipe.training
     trained = {
         tuple(row["input_ids"].tolist()) for row in map(materials.training_rows(settings, 1).__getitem__, range(99))
@@ -85,7 +85,7 @@ def test_what_is_tested_is_never_trained_on(tmp_path):
     assert [len(row["input_ids"]) for row in rows] == [32768] * 2
 
 
-def test_the_description_says_what_was_drawn(rows):
+def test_descriptions_state_the_task(rows):
     assert {key: value for key, value in rows[0]["corpus"].items() if key != "fingerprint"} == {
         "name": "copy mixture",
         "vocabulary_size": 6,
@@ -102,15 +102,15 @@ def test_other_shares_are_another_run(tmp_path):
     assert one["corpus_fingerprint"] != other["corpus_fingerprint"]
 
 
-def test_a_recipe_that_was_written_down_is_the_same_recipe():
+def test_recipes_survive_json():
     for recipe in (_recipe(), Recipe.model_validate({key: CONTENT[key] for key in CONTENT if key != "corpus"})):
         assert Recipe.model_validate(json.loads(recipe.model_dump_json())) == recipe
 
 
-# ---- what is found
+# ---- results
 
 
-def test_losses_by_kind_stand_beside_the_optimum(rows):
+def test_losses_by_kind_are_beside_the_optimum(rows):
     task = _recipe().corpus.copy_mixture
     assert task is not None
     for scheme in ("GOAT", "GOAT, extended to 24: longer", "RoPE"):
@@ -131,7 +131,7 @@ def test_losses_by_kind_stand_beside_the_optimum(rows):
                 assert whole["optimal_nll"] == pytest.approx(whole["expected_nll"], abs=0.3)
 
 
-def test_every_model_reads_the_same_tokens(rows):
+def test_every_model_reads_equal_tokens(rows):
     optima = {(row["length"], row["kind"], row["optimal_nll"]) for row in of_kind(rows, "copying")}
     assert len(optima) == 8
 
@@ -149,7 +149,8 @@ def test_sinks_and_priors_have_their_rows(rows):
     masses = of_kind(rows, "prior_mass", scheme="GOAT", seed=1)
     for row in masses:
         (sunk,) = (r["mass"] for r in goat if (r["layer"], r["head"], r["factor"]) == (row["layer"], row["head"], 0))
-        # Without content the weight of the first token is the prior's; the second query has its own part in it.
+        # Without content, the weight of the first token comes from the prior. The second query also gives itself
+        # weight.
         place = {"scheme": "GOAT", "seed": 1, "layer": row["layer"], "head": row["head"]}
         terms = [term["log_prior"] for term in of_kind(rows, "prior_term", **place)]
         second = torch.tensor([terms[0][1] + terms[1][0], terms[0][0] + terms[1][1]]).softmax(0)[0]
@@ -160,7 +161,7 @@ def test_sinks_and_priors_have_their_rows(rows):
     assert not any(of_kind(rows, kind, scheme="RoPE") for kind in ("prior_mass", "prior_term", "prior_reach"))
 
 
-def test_an_evaluation_that_was_interrupted_goes_on(output, tmp_path, monkeypatch):
+def test_interrupted_evaluations_resume(output, tmp_path, monkeypatch):
     run = run_folder(tmp_path, "RoPE", 2)
     shutil.copytree(run_folder(output, "RoPE", 2), run)
     before = (run / "results.jsonl").read_text()
@@ -181,7 +182,7 @@ def test_an_evaluation_that_was_interrupted_goes_on(output, tmp_path, monkeypatc
     assert sorted((run / "results.jsonl").read_text().splitlines()) == sorted(before.splitlines())
 
 
-def test_maps_are_the_prior_that_was_learned(rows):
+def test_maps_show_the_learned_prior(rows):
     place = {"scheme": "GOAT", "seed": 2, "layer": 1, "head": 0}
     (masses,) = of_kind(rows, "prior_mass", **place)
     terms = Results.of(rows)["prior_term"].query("scheme == 'GOAT' and seed == 2 and layer == 1 and head == 0")
@@ -192,7 +193,7 @@ def test_maps_are_the_prior_that_was_learned(rows):
     assert float(weights.diagonal(-1)[1:].mean()) == pytest.approx(masses["previous"], rel=1e-6)
 
 
-def test_tables_and_report_have_all_of_it(rows, tmp_path, undrawn):
+def test_tables_and_report_show_every_result(rows, tmp_path, undrawn):
     page = write_report(Results.of(rows), tmp_path).read_text(encoding="utf-8")
     tables = {path.name: path.read_text(encoding="utf-8") for path in (tmp_path / "tables").iterdir()}
     lines = [line.split(" | ") for line in tables["copying.md"].splitlines()]
@@ -217,20 +218,20 @@ def test_tables_and_report_have_all_of_it(rows, tmp_path, undrawn):
         assert words in page
 
 
-# ---- what is committed
+# ---- committed recipes
 
 ROOT = Path(__file__).parents[3]
 
 
 @pytest.mark.skipif(not (ROOT / "recipes").exists(), reason="not a checkout of the project")
-def test_the_papers_recipe_can_be_run(tmp_path):
+def test_the_papers_recipe_is_valid(tmp_path):
     materials = Materials.load(decoder_recipe(ROOT / "recipes" / "results" / "copy-mixture.yaml"), tmp_path)
     materials.check()
     assert {"NoPE", "ALiBi", "RoPE", "T5", "GOAT", "BAM"} <= materials.recipe.schemes.keys()
 
 
 @pytest.mark.skipif(not (ROOT / "docs").exists(), reason="not a checkout of the project")
-def test_what_the_page_shows_can_be_done():
+def test_examples_of_the_page_run():
     page = (ROOT / "docs" / "copy-mixture.md").read_text(encoding="utf-8")
     corpus, sinks = re.findall(r"```yaml\n(.*?)```", page, re.DOTALL)
     sections = {key: yaml.safe_load(corpus)[key] for key in ("corpus", "evaluation")}
@@ -246,7 +247,7 @@ def test_what_the_page_shows_can_be_done():
         exec(code, {})
 
 
-# ---- what cannot be
+# ---- errors
 
 
 @pytest.mark.parametrize(
@@ -293,12 +294,12 @@ def test_impossible_recipes_are_named(tmp_path, changes, complaint):
         ),
     ],
 )
-def test_what_needs_text_is_refused(tmp_path, changes, complaint):
+def test_settings_that_need_text_are_refused(tmp_path, changes, complaint):
     with pytest.raises(RecipeError, match=re.escape(complaint)):
         Materials.load(_recipe(**changes), tmp_path).check()
 
 
-def test_text_has_no_copies_to_test(tiny, tmp_path):
+def test_copying_needs_a_copy_mixture(tiny, tmp_path):
     materials = Materials.load(tiny({"evaluation.copying": {"lengths": [10]}}), tmp_path)
     with pytest.raises(
         RecipeError,
@@ -307,7 +308,7 @@ def test_text_has_no_copies_to_test(tiny, tmp_path):
         materials.check()
 
 
-def test_text_has_sinks(tiny, tmp_path):
+def test_sinks_are_measured_on_text(tiny, tmp_path):
     materials = Materials.load(tiny({"evaluation.sink_mass": {"length": 10**7}}), tmp_path)
     with pytest.raises(
         RecipeError, match=r"evaluation.sink_mass.length: no held-out document of corpus .* has 10000000"

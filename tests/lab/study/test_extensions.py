@@ -1,4 +1,4 @@
-"""Sweeps and context extensions that are carried out: what they give, and what an interruption leaves of them."""
+"""Sweeps and context extensions: results, and interruptions."""
 
 import hashlib
 import json
@@ -59,7 +59,7 @@ class _StopError(Exception):
 
 
 def _execute(study: DecoderStudy, output: Path, stop: tuple[str, int | None] | None = None) -> list[tuple[str, int]]:
-    """Carry the run out and give its progress; ``stop`` interrupts it there, None at the first step of the stage."""
+    """Run the scheme and return its progress. ``stop`` interrupts it in that stage; None, at the stage's first step."""
     steps: list[tuple[str, int]] = []
 
     def progress(stage: str, done: int, total: int) -> None:
@@ -73,7 +73,7 @@ def _execute(study: DecoderStudy, output: Path, stop: tuple[str, int | None] | N
 
 
 def _first(finished: Any, output: Path) -> Path:
-    """Put a copy of the finished run into the folder of a comparison."""
+    """Copy the finished run into the folder of a comparison."""
     run = run_folder(output, BAM, 3)
     shutil.copytree(run_folder(finished.folder, BAM, 3), run)
     return run
@@ -81,7 +81,7 @@ def _first(finished: Any, output: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def extended(finished, tiny, tmp_path_factory) -> tuple[DecoderStudy, Path]:
-    """A finished run, and its extensions, which nothing interrupted."""
+    """Return a finished run and its uninterrupted extensions."""
     output = tmp_path_factory.mktemp("extended")
     run, study = _first(finished, output), DecoderStudy(tiny(EXTENSIONS), finished.folder / "cache")
     before = _weights(run)
@@ -91,7 +91,7 @@ def extended(finished, tiny, tmp_path_factory) -> tuple[DecoderStudy, Path]:
     return study, run
 
 
-def test_extensions_leave_the_first_models_files_and_their_own(extended):
+def test_extensions_keep_the_first_models_files(extended):
     _, run = extended
     assert {path.name for path in (run / "extended").iterdir()} == {"trained_on", "another_prior", "no_prior_untrained"}
     losses = [_json(run / "losses.json")]
@@ -105,16 +105,16 @@ def test_extensions_leave_the_first_models_files_and_their_own(extended):
     assert len({json.dumps(of_model) for of_model in losses}) == len(losses)
 
 
-def test_every_way_starts_from_the_first_model(extended):
+def test_every_extension_starts_from_the_first_model(extended):
     _, run = extended
     first, bare, fresh = (
         load_file(folder / "model" / "model.safetensors")
         for folder in (run, extended_folder(run, BARE), extended_folder(run, FRESH))
     )
-    # Untrained, nothing but the prior is different.
+    # Without training, only the prior differs.
     assert {name for name in first if ".prior." not in name} == set(bare)
     assert all(torch.equal(weight, first[name]) for name, weight in bare.items())
-    # Trained for four steps, the weights are near those of the first model, and the prior's near its new start.
+    # After four steps, weights are near the first model's, and the prior's parameters near their new start.
     kept = [name for name in fresh if ".prior." not in name]
     assert not any("logit_scale" in name for name in fresh)
     assert all(torch.allclose(fresh[name], first[name], rtol=0, atol=0.02) for name in kept)
@@ -145,7 +145,7 @@ def test_every_way_starts_from_the_first_model(extended):
         quick=[(f"{ON}: train", 3), (f"{ON}: evaluate", None), (f"{FRESH}: evaluate", 100), (f"{BARE}: train", 1)],
     ),
 )
-def test_an_extension_that_was_interrupted_ends_as_if_nothing_had_happened(extended, finished, tiny, tmp_path, stop):
+def test_interrupted_extensions_resume_with_equal_results(extended, finished, tiny, tmp_path, stop):
     _, whole = extended
     way = stop[0].split(":")[0]
     study = DecoderStudy(tiny({f"schemes.{BAM}.extensions": {way: WAYS[way]}}), finished.folder / "cache")
@@ -164,14 +164,14 @@ def test_an_extension_that_was_interrupted_ends_as_if_nothing_had_happened(exten
         assert (f"{way}: train", 1) not in steps
 
 
-def test_what_is_done_is_not_done_again_when_a_way_is_added(extended, finished, tiny, tmp_path):
+def test_new_extensions_reuse_finished_work(extended, finished, tiny, tmp_path):
     _, whole = extended
     run = _first(finished, tmp_path)
     for ways in ({ON: WAYS[ON]}, WAYS):
         before = {path: path.stat().st_mtime_ns for path in run.rglob("*") if path.is_file()}
         study = DecoderStudy(tiny({f"schemes.{BAM}.extensions": ways}), finished.folder / "cache")
         steps = _execute(study, tmp_path)
-        # The losses before are of the lengths that are known already.
+        # Losses before the extension cover the known lengths.
         assert before == {path: path.stat().st_mtime_ns for path in before}
     done = [(f"{ON}: {stage}", count) for stage, count in zip(STAGES, (4, 1), strict=True)]
     assert [step for step in steps if step[0].startswith(ON)] == done
@@ -179,7 +179,7 @@ def test_what_is_done_is_not_done_again_when_a_way_is_added(extended, finished, 
         assert _weights(extended_folder(run, way)) == _weights(extended_folder(whole, way))
 
 
-def test_the_rows_of_an_extension_are_new_ones(extended, monkeypatch, finished, tmp_path):
+def test_extensions_train_on_new_rows(extended, monkeypatch, finished, tmp_path):
     study, _ = extended
     seeds = []
     original = TextMaterials.training_rows
@@ -195,7 +195,7 @@ def test_the_rows_of_an_extension_are_new_ones(extended, monkeypatch, finished, 
     assert seeds == [(300, 3 + 2**32)] * 2
 
 
-def test_losses_are_over_whole_held_out_rows_of_the_same_tokens(extended):
+def test_losses_cover_whole_held_out_rows_of_equal_tokens(extended):
     study, _ = extended
     materials = study.materials
     assert isinstance(materials, TextMaterials)
@@ -217,7 +217,7 @@ def test_a_sweep_with_extensions_is_compared_and_reported(copy, extended, tiny):
         }
     }
     uniform = f"{BAM} · init=uniform"
-    # The results of the base are kept.
+    # The base keeps its results.
     before = (run_folder(copy, BAM, 3) / "results.jsonl").stat().st_mtime_ns
     results = carry_out(tiny(changes), copy, only=[BAM, uniform])
     assert (run_folder(copy, BAM, 3) / "results.jsonl").stat().st_mtime_ns == before
@@ -231,7 +231,7 @@ def test_a_sweep_with_extensions_is_compared_and_reported(copy, extended, tiny):
     for name, way in zip(names[uniform], WAYS, strict=True):
         axes = {"scheme": BAM, "init": "uniform", "extension": way}
         assert (entries[name]["axes"], entries[name]["extended_from"]) == (axes, uniform)
-        assert entries[name]["context_length"] == (150 if way == BARE else 300)  # that it was last trained at
+        assert entries[name]["context_length"] == (150 if way == BARE else 300)  # length of the last training
         assert all(rows(kind, scheme=name) for kind in ("run", "retrieval", "perplexity", "extension"))
     assert "axes" not in entries["ALiBi"]
     on, fresh, bare = names[uniform]
@@ -261,7 +261,7 @@ def test_a_sweep_with_extensions_is_compared_and_reported(copy, extended, tiny):
     assert {path.name for path in (copy / "tables").iterdir()} == {f"{n}.{end}" for n in made for end in ("md", "tex")}
 
 
-def test_another_extension_is_refused_and_the_first_run_kept(copy, tiny, quiet, monkeypatch):
+def test_changed_extensions_are_refused_and_the_first_run_stays(copy, tiny, quiet, monkeypatch):
     for path, content in DecoderStudy(tiny(EXTENSIONS), copy / "cache").identities(copy, BAM, 3).items():
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(content))
@@ -273,7 +273,7 @@ def test_another_extension_is_refused_and_the_first_run_kept(copy, tiny, quiet, 
     ):
         with pytest.raises(RecipeError, match=complaint):
             compare(tiny({f"schemes.{BAM}.extensions": WAYS | {way: WAYS[way] | other}}), copy, console=quiet)
-    # Without an extension, the run is as finished as it was.
+    # Without an extension, the run is finished.
     assert len(compare(tiny(), copy, console=quiet)["run"]) == 2
 
 
@@ -294,12 +294,12 @@ def test_another_extension_is_refused_and_the_first_run_kept(copy, tiny, quiet, 
         ),
     ],
 )
-def test_texts_that_cannot_be_made_are_named_before_any_work(tiny, tmp_path, quiet, changes, complaint):
+def test_impossible_texts_are_named_before_any_work(tiny, tmp_path, quiet, changes, complaint):
     with pytest.raises(RecipeError, match=complaint):
         compare(tiny(changes), tmp_path / "out", console=quiet)
     assert not (tmp_path / "out" / "runs").exists()
 
 
-def test_a_pattern_chooses_schemes(tiny, tmp_path, quiet):
+def test_patterns_select_schemes(tiny, tmp_path, quiet):
     with pytest.raises(RecipeError, match=r"unknown scheme 'RoPE\*'; the recipe has ALiBi"):
         compare(tiny(), tmp_path / "out", only=["RoPE*"], console=quiet)

@@ -1,4 +1,4 @@
-"""A comparison on a genome with repeats: from a FASTA file to what models make of its end."""
+"""A comparison on a genome with repeats, from the FASTA file to the completion of its end."""
 
 import io
 import math
@@ -41,7 +41,7 @@ def test_schemes_are_compared_on_a_genome(genome: Path, tmp_path: Path):
     ]
     assert completions.identity.between(0.1, 0.5).all()
     assert completions.chance.tolist() == pytest.approx([0.25, 0.25], abs=0.02)
-    # Bases that are next to even, and a model that has learned next to nothing.
+    # Bases are almost uniform, and the model has learned almost nothing.
     assert (results["perplexity"].nll < 2 * math.log(4)).all()
     page = write_report(results, folder).read_text(encoding="utf-8")
     assert "Genome continuations" in page

@@ -1,4 +1,4 @@
-"""Comparisons of classifiers of images: what is read, drawn, trained, tested, resumed and shown."""
+"""Comparisons of image classifiers: reading, augmentation, training, tests, resumption and results."""
 
 import hashlib
 import io
@@ -88,7 +88,7 @@ def test_every_scheme_is_tested_at_every_size(compared: tuple[Path, Results]) ->
     assert set(accuracy.trials) == {500}
     assert accuracy.correct.between(0, 500).all()
     assert results["run"].steps.tolist() == [6, 6, 2] * 2
-    # What is kept is what the saved model does.
+    # The stored accuracy is that of the saved model.
     model = PriorVisionForImageClassification.from_pretrained(folder / "runs" / "GOAT" / "seed-1" / "model").eval()
     pictures = load_pictures(PictureSettings(source="digits"))
     images = torch.stack([resized(pictures.test[index][0], 16) for index in range(500)])
@@ -100,7 +100,7 @@ def test_every_scheme_is_tested_at_every_size(compared: tuple[Path, Results]) ->
     assert model.config.id2label[3] == "3"
 
 
-def test_what_is_shown(compared: tuple[Path, Results], tmp_path: Path) -> None:
+def test_results_are_shown(compared: tuple[Path, Results], tmp_path: Path) -> None:
     _, results = compared
     (tmp_path / "figures").mkdir()
     (tmp_path / "figures" / "prior_maps_07.png").write_bytes(b"of a scheme that there was")
@@ -115,7 +115,7 @@ def test_what_is_shown(compared: tuple[Path, Results], tmp_path: Path) -> None:
     assert len(overview_table(results).lines) == 3
 
 
-def test_nothing_is_done_twice(compared: tuple[Path, Results], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_finished_runs_are_reused(compared: tuple[Path, Results], monkeypatch: pytest.MonkeyPatch) -> None:
     folder, results = compared
     monkeypatch.setattr("subprocess.Popen", lambda *arguments, **options: pytest.fail("a worker was started"))
     again = compare(recipe(), folder, console=quiet())
@@ -125,11 +125,11 @@ def test_nothing_is_done_twice(compared: tuple[Path, Results], monkeypatch: pyte
         compare(recipe(training=other), folder, console=quiet())
 
 
-def test_an_interrupted_training_goes_on_to_the_same_weights(
+def test_interrupted_trainings_resume_with_equal_weights(
     compared: tuple[Path, Results], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     study = ImageStudy(recipe())
-    # Of other devices nothing may be drawn anew: a checkpoint holds their states.
+    # Seeds of other devices must not be set: a checkpoint holds their states.
     monkeypatch.setattr(torch.cuda, "manual_seed_all", lambda seed: pytest.fail("all devices were seeded"))
     monkeypatch.setattr("attention_priors.lab.study.images.study.set_seed", torch.default_generator.manual_seed)
     monkeypatch.setattr("transformers.trainer.set_seed", lambda *arguments, **options: None)
@@ -153,7 +153,7 @@ def test_an_interrupted_training_goes_on_to_the_same_weights(
     )
 
 
-def test_processes_that_read_ahead_change_nothing(compared: tuple[Path, Results], tmp_path: Path) -> None:
+def test_reading_processes_change_no_result(compared: tuple[Path, Results], tmp_path: Path) -> None:
     running = {"workers": 2, "activation_checkpointing": True}
     ImageStudy(recipe(running=running)).execute(tmp_path, "GOAT", 1, lambda *arguments: None)
     run = Path("runs", "GOAT", "seed-1")
@@ -181,7 +181,7 @@ def test_the_time_of_a_training_survives_a_failure_to_save_it(tmp_path: Path, mo
 
 
 @pytest.mark.parametrize("rows_at_a_time", [8, 4, 2])
-def test_passes_that_are_accumulated_have_the_mean_of_their_losses(rows_at_a_time: int, tmp_path: Path) -> None:
+def test_accumulated_passes_have_the_mean_of_their_losses(rows_at_a_time: int, tmp_path: Path) -> None:
     pictures, changes = load_pictures(PictureSettings(source="digits")), settings(batch_size=8, steps=2)
     torch.manual_seed(0)
     model = PriorVisionForImageClassification(recipe().config_of("table", channels=1, classes=10))
@@ -202,26 +202,26 @@ def test_passes_that_are_accumulated_have_the_mean_of_their_losses(rows_at_a_tim
     assert trained.history[0]["loss"] == pytest.approx(expected, rel=1e-4)
 
 
-def test_a_scheme_changes_the_augmentation_key_by_key() -> None:
+def test_schemes_change_the_augmentation_key_by_key() -> None:
     own = {"none": {"training": {"augmentation": {"mixup": 0.2}}}}
     found = recipe(schemes=own).training_of("none").augmentation
     assert (found.mixup, found.shift, found.zoom) == (0.2, 0.1, (0.8, 1.25))
 
 
-def test_a_run_that_fails_says_so(tmp_path: Path) -> None:
+def test_failed_runs_are_named(tmp_path: Path) -> None:
     wrong = TINY["training"] | {"learning_rate": 1e30, "steps": 40}
     with pytest.raises(FloatingPointError, match="try a lower learning_rate"):
         carry_out(recipe(training=wrong, seeds=[0]), tmp_path, only=["table"])
 
 
-# ---- what is drawn
+# ---- random rows and batches
 
 
 def settings(**changes: Any) -> ImageTrainingSettings:
     return ImageTrainingSettings.model_validate({"steps": 1, "batch_size": 4, "learning_rate": 0.1} | changes)
 
 
-def test_every_image_is_read_once_an_epoch() -> None:
+def test_every_epoch_reads_every_image_once() -> None:
     pictures = load_pictures(PictureSettings(source="digits"))
     rows = PictureRows(pictures.train, 8, 2 * 1297, seed=3, augmentation=Augmentation())
     for epoch in range(2):
@@ -245,7 +245,7 @@ AUGMENTATIONS: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("name", AUGMENTATIONS)
-def test_a_batch_depends_on_its_rows_alone(name: str) -> None:
+def test_batches_depend_only_on_their_rows(name: str) -> None:
     pictures = load_pictures(PictureSettings(source="digits"))
     changes = settings(augmentation=AUGMENTATIONS[name] | {"crop": [0.3, 0.9]}, label_smoothing=0.1)
     rows = PictureRows(pictures.train, 16, 100, seed=0, augmentation=changes.augmentation)
@@ -264,8 +264,8 @@ def test_a_batch_depends_on_its_rows_alone(name: str) -> None:
     assert float(first["labels"].min()) >= 0.01 - 1e-6
 
 
-def test_what_is_drawn_for_a_batch_has_nothing_to_do_with_the_cuts_of_its_rows() -> None:
-    """Of half white images: how much white the first one's cut has, against whether the batch is flipped."""
+def test_batch_augmentation_is_independent_of_row_augmentation() -> None:
+    """Correlates the white part of the first cut of half-white images with the flip of the batch."""
     white, flipped = [], []
     picture = torch.zeros(1, 1, 8)
     picture[..., 4:] = 1
@@ -274,14 +274,14 @@ def test_what_is_drawn_for_a_batch_has_nothing_to_do_with_the_cuts_of_its_rows()
         collate = Collate(changes, 2, seed)
         with torch.random.fork_rng():
             torch.manual_seed(row_seed(seed, 0))
-            white.append(float(torch.rand(())))  # the first number that the row's own cut would draw
+            white.append(float(torch.rand(())))  # the first random number of the row's own cut
         batch = collate([{"row": 0, "image": picture, "label": 0}])
         flipped.append(float(batch["pixel_values"][0, 0, 0, 0] > 0))
     assert 60 < sum(flipped) < 140
     assert abs(float(np.corrcoef(white, flipped)[0, 1])) < 0.25
 
 
-def test_the_share_of_images_that_are_moved() -> None:
+def test_moved_sets_the_share_of_moved_images() -> None:
     pictures = load_pictures(PictureSettings(source="digits"))
     changes = settings(augmentation={"shift": 0.2, "zoom": [0.7, 1.4], "moved": 0.25})
     rows = PictureRows(pictures.train, 8, 400, seed=0, augmentation=changes.augmentation)
@@ -292,8 +292,8 @@ def test_the_share_of_images_that_are_moved() -> None:
 
 
 @given(seed=st.integers(0, 1000), parameter=st.floats(0.2, 3))
-def test_shares_of_classes_follow_the_pixels(seed: int, parameter: float) -> None:
-    """Each image is one number throughout: what is left of it can be read off the mixed ones."""
+def test_class_shares_follow_the_pixels(seed: int, parameter: float) -> None:
+    """Each image is constant, so mixed images show its share."""
     torch.manual_seed(seed)
     numbers = torch.arange(1.0, 6.0)
     images, shares = numbers.view(5, 1, 1, 1).expand(5, 2, 12, 10), torch.eye(5)
@@ -307,19 +307,19 @@ def test_shares_of_classes_follow_the_pixels(seed: int, parameter: float) -> Non
 
 
 @given(rows=st.integers(4, 40), columns=st.integers(4, 40), size=st.integers(2, 30))
-def test_scaling_keeps_the_middle_and_its_values(rows: int, columns: int, size: int) -> None:
+def test_scaling_keeps_the_middle(rows: int, columns: int, size: int) -> None:
     image = torch.full((2, rows, columns), 0.4)
     scaled = resized(image, size)
     assert scaled.shape == (2, size, size)
     torch.testing.assert_close(scaled, torch.full((2, size, size), 0.4))
-    # Left half black, right half white: so is the middle.
+    # The left half is black and the right half white, also in the middle.
     image[..., : columns // 2], image[..., columns // 2 :] = 0, 1
     assert float(resized(image, size)[..., 0].mean()) <= float(resized(image, size)[..., -1].mean())
 
 
 @given(rows=st.integers(8, 60), columns=st.integers(8, 60), size=st.integers(4, 24), channels=st.sampled_from([1, 3]))
 @pytest.mark.parametrize("interpolation", ["bilinear", "bicubic"])
-def test_the_processor_of_a_model_makes_what_it_was_tested_on(
+def test_the_saved_processor_reproduces_test_images(
     rows: int, columns: int, size: int, channels: int, interpolation: str
 ) -> None:
     smooth = np.add.outer(np.linspace(0, 3, rows), np.linspace(0, 5, columns))
@@ -328,11 +328,11 @@ def test_the_processor_of_a_model_makes_what_it_was_tested_on(
     config = PriorVisionConfig(**TINY["model"] | {"image_size": size, "patch_size": 1, "num_channels": channels})
     found = processor_for(config, interpolation)(picture, return_tensors="pt")["pixel_values"][0]
     expected = normalised(resized(torch.from_numpy(pixels).movedim(-1, 0) / 255, size, interpolation))
-    # It rounds to whole numbers of 0 to 255 in between, and PyTorch's bicubic sharpens more where it enlarges.
+    # The processor rounds to integers from 0 to 255, and PyTorch's bicubic filter sharpens more when it enlarges.
     torch.testing.assert_close(found, expected, rtol=0, atol=0.02 if interpolation == "bilinear" else 0.1)
 
 
-def test_a_finished_model_has_its_processor(compared: tuple[Path, Results]) -> None:
+def test_finished_models_have_their_processor(compared: tuple[Path, Results]) -> None:
     pictures = load_pictures(PictureSettings(source="digits"))
     model = compared[0] / "runs" / "GOAT" / "seed-1" / "model"
     processor: Any = AutoImageProcessor.from_pretrained(model)
@@ -343,8 +343,8 @@ def test_a_finished_model_has_its_processor(compared: tuple[Path, Results]) -> N
         torch.testing.assert_close(found, normalised(image)[None], rtol=0, atol=1.01 / 255)
 
 
-def test_images_of_any_size_in_a_pipeline(tmp_path: Path) -> None:
-    """By the names of the classes; the pipeline makes colour images of all."""
+def test_pipelines_accept_images_of_any_size(tmp_path: Path) -> None:
+    """The pipeline returns names of classes, and converts all images to colour."""
     positions = {"prior": "spectral_2d", "id2label": {0: "a", 1: "b", 2: "c"}}
     config = PriorVisionConfig(**TINY["model"] | positions)
     PriorVisionForImageClassification(config).save_pretrained(tmp_path)
@@ -358,7 +358,7 @@ def test_images_of_any_size_in_a_pipeline(tmp_path: Path) -> None:
     assert [scores[name] for name in "abc"] == pytest.approx(expected.tolist(), abs=1e-3)
 
 
-# ---- images from elsewhere
+# ---- external images
 
 
 @pytest.fixture
@@ -374,7 +374,7 @@ def folder_of_images(tmp_path: Path) -> Path:
     return tmp_path / "pictures"
 
 
-def test_cut_images_are_smoothed_as_the_tested_ones_are() -> None:
+def test_cropped_images_are_resized_like_test_images() -> None:
     noise = torch.rand(1, 200, 200, generator=torch.Generator().manual_seed(0))
     noisy: Any = [(noise, 0)]
     whole = PictureRows(noisy, 50, 4, 0, Augmentation(crop=(1.0, 1.0)))[0]["image"]
@@ -382,12 +382,12 @@ def test_cut_images_are_smoothed_as_the_tested_ones_are() -> None:
     rows = PictureRows(noisy, 50, 8, 0, Augmentation(crop=(0.3, 0.9)))
     cuts = torch.stack([rows[index]["image"] for index in range(8)])
     assert cuts.shape == (8, 1, 50, 50)
-    assert len({round(float(cut.mean()), 5) for cut in cuts}) == 8  # of eight places
+    assert len({round(float(cut.mean()), 5) for cut in cuts}) == 8  # eight different places
     assert float(cuts.std()) < 0.6 * float(noise.std())
     assert abs(float(cuts.mean()) - 0.5) < 0.02
 
 
-def test_images_of_a_hugging_face_dataset(folder_of_images: Path, tmp_path: Path) -> None:
+def test_hugging_face_datasets_load(folder_of_images: Path, tmp_path: Path) -> None:
     source = {"path": "imagefolder", "data_dir": str(folder_of_images)}
     pictures = load_pictures(PictureSettings.model_validate({"dataset": source}))
     assert (pictures.classes, pictures.channels) == (("dark", "light"), 3)
@@ -416,13 +416,13 @@ def test_images_of_a_hugging_face_dataset(folder_of_images: Path, tmp_path: Path
         ({"test": "dev"}, "'dev', cannot be loaded"),
     ],
 )
-def test_datasets_that_cannot_be_read_are_named(folder_of_images: Path, changes: Any, message: str) -> None:
+def test_unreadable_datasets_are_named(folder_of_images: Path, changes: Any, message: str) -> None:
     source = {"path": "imagefolder", "data_dir": str(folder_of_images)} | changes
     with pytest.raises(RecipeError, match=message):
         ImageStudy(recipe(images={"dataset": source}))
 
 
-def test_a_damaged_image_is_named(folder_of_images: Path) -> None:
+def test_damaged_images_are_named(folder_of_images: Path) -> None:
     source = {"dataset": {"path": "imagefolder", "data_dir": str(folder_of_images)}}
     last = sorted(folder_of_images.glob("train/*/*.png"))[-1]
     Image.fromarray(np.random.default_rng(0).integers(0, 255, (64, 64, 3), dtype=np.uint8)).save(last)
@@ -436,7 +436,7 @@ def test_a_damaged_image_is_named(folder_of_images: Path) -> None:
         ImageStudy(recipe(images=source))
 
 
-def test_images_of_more_bits_are_refused(folder_of_images: Path) -> None:
+def test_images_with_more_than_8_bits_are_refused(folder_of_images: Path) -> None:
     for path in folder_of_images.glob("test/*/*.png"):
         Image.fromarray(np.full((8, 8), 1000, dtype=np.uint16)).save(path)
     source = {"dataset": {"path": "imagefolder", "data_dir": str(folder_of_images)}}
@@ -451,7 +451,7 @@ def test_images_of_more_bits_are_refused(folder_of_images: Path) -> None:
         pictures.train[11]
 
 
-def test_colour_among_grey_images_is_asked_about(folder_of_images: Path) -> None:
+def test_mixed_colour_and_grey_images_are_refused(folder_of_images: Path) -> None:
     first = min(folder_of_images.glob("train/*/*.png"))
     Image.fromarray(np.full((8, 8), 100, dtype=np.uint8)).save(first)
     source: dict[str, Any] = {"path": "imagefolder", "data_dir": str(folder_of_images)}
@@ -464,7 +464,7 @@ def test_colour_among_grey_images_is_asked_about(folder_of_images: Path) -> None
         assert {pictures.train[index][0].shape[0] for index in range(12)} == {channels}
 
 
-def test_images_whose_classes_are_hidden_are_refused(tmp_path: Path) -> None:
+def test_images_without_labels_are_refused(tmp_path: Path) -> None:
     features = Features({"image": DatasetImage(), "label": ClassLabel(names=["dark", "light"])})
     picture = Image.fromarray(np.zeros((8, 8), dtype=np.uint8))
     for hidden in (-1, None):
@@ -499,7 +499,7 @@ def test_images_whose_classes_are_hidden_are_refused(tmp_path: Path) -> None:
         ({"corpus": {}}, "corpus: unknown key"),
     ],
 )
-def test_mistakes_of_recipes_are_named(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
+def test_invalid_recipes_are_named(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
     path = tmp_path / "recipe.yaml"
     path.write_text(json.dumps(TINY | changes))
     with pytest.raises(RecipeError, match=message):
@@ -507,7 +507,7 @@ def test_mistakes_of_recipes_are_named(changes: dict[str, Any], message: str, tm
 
 
 @pytest.mark.parametrize("name", ["digits", "goat-vit-s16", "cifar10"])
-def test_the_recipes_of_images(name: str) -> None:
+def test_committed_image_recipes_are_valid(name: str) -> None:
     path = ROOT / "recipes" / f"{name}.yaml"
     if not path.exists():
         pytest.skip("not a checkout of the project")
@@ -521,7 +521,7 @@ def test_the_recipes_of_images(name: str) -> None:
             assert round(model.num_parameters() / 1e6) == 22
 
 
-def test_prior_maps_are_around_the_middle() -> None:
+def test_prior_maps_are_centred() -> None:
     sizes = TINY["model"] | {"image_size": 10, "num_channels": 1, "num_labels": 2}
     config = PriorVisionConfig(**sizes, prior={"name": "radial", "prior": "laplace"})
     model = PriorVisionForImageClassification(config)

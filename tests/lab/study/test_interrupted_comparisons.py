@@ -1,4 +1,4 @@
-"""A comparison that is interrupted goes on from there, and ends as if nothing had happened."""
+"""An interrupted comparison resumes, and has the results of an uninterrupted one."""
 
 import json
 import os
@@ -43,13 +43,13 @@ def _wait_for(path: Path, process: BaseProcess) -> None:
         time.sleep(0.005)
 
 
-def test_ctrl_c_in_training_ends_all_processes_and_loses_nothing(finished, tiny, tmp_path, quiet, monkeypatch):
+def test_ctrl_c_in_training_ends_all_processes_without_loss(finished, tiny, tmp_path, quiet, monkeypatch):
     recipe, output, printed = tmp_path / "tiny.yaml", tmp_path / "out", tmp_path / "printed"
     recipe.write_text(json.dumps(changed({"corpus.source": tiny().corpus.source})))
     words = ["compare", str(recipe), "--output", str(output), "--only", "ALiBi", "--processes", "1"]
 
     def call() -> None:
-        # Whoever started the tests may have chosen to ignore Ctrl-C, which is inherited.
+        # The parent of the tests may ignore Ctrl-C, which is inherited.
         signal.signal(signal.SIGINT, signal.default_int_handler)
         sys.argv[1:] = words
         main()
@@ -78,7 +78,7 @@ def test_ctrl_c_in_training_ends_all_processes_and_loses_nothing(finished, tiny,
     assert resumed["history"] == whole["history"]
     for kind in ("retrieval", "perplexity", "prior"):
         assert of_kind(read_rows(output), kind) == finished.rows(kind, scheme="ALiBi"), kind
-    assert results.study["wall_seconds"] > 0  # of the call that was interrupted
+    assert results.study["wall_seconds"] > 0  # from the interrupted call
 
 
 @pytest.fixture
@@ -87,8 +87,8 @@ def recipe_file(tiny: Any, tmp_path: Path) -> Path:
     return tmp_path / "recipe.json"
 
 
-def test_a_worker_holds_its_run_and_does_not_outlive_its_parent(recipe_file: Path, tmp_path: Path):
-    """It would write to the files of those that the next call starts."""
+def test_workers_lock_their_run_and_end_with_their_parent(recipe_file: Path, tmp_path: Path):
+    """A surviving worker would write to the files of the next call's workers."""
     run = run_folder(tmp_path / "out", "ALiBi", 3)
     run.mkdir(parents=True)
     (from_parent, to_worker), (from_worker, to_parent) = os.pipe(), os.pipe()
@@ -123,7 +123,7 @@ def test_a_worker_holds_its_run_and_does_not_outlive_its_parent(recipe_file: Pat
 
 @pytest.fixture
 def exit_code(monkeypatch: pytest.MonkeyPatch) -> Callable[..., object]:
-    """A worker, in this process and without what it changes there, as a function of its arguments."""
+    """Return a worker as a function of its arguments, run in this process without its global side effects."""
     for name in ("_end_with_the_parent", "logging"):
         monkeypatch.setattr(worker, name, MagicMock())
     monkeypatch.setattr(torch, "set_num_threads", lambda threads: None)
@@ -138,7 +138,7 @@ def exit_code(monkeypatch: pytest.MonkeyPatch) -> Callable[..., object]:
 
 
 @pytest.mark.parametrize("patience", [0, 0.5])
-def test_two_processes_do_not_carry_out_the_same_run(recipe_file, tmp_path, exit_code, patience):
+def test_two_processes_do_not_execute_one_run(recipe_file, tmp_path, exit_code, patience):
     folder = run_folder(tmp_path / "out", "ALiBi", 3)
     folder.mkdir(parents=True)
     with FileLock(folder / ".lock"):
@@ -146,7 +146,7 @@ def test_two_processes_do_not_carry_out_the_same_run(recipe_file, tmp_path, exit
     assert not (folder / "training.json").exists()
 
 
-def test_a_worker_says_that_its_run_was_finished(finished, exit_code):
+def test_workers_report_finished_runs(finished, exit_code):
     assert exit_code(finished.folder / "recipe.json", finished.folder, "ALiBi", 3, 0) == FINISHED
 
 
@@ -158,7 +158,7 @@ class _StopError(Exception):
 
 
 def _execute(recipe: Recipe, scheme: str, output: Path, cache: Path, stop: str | None = None) -> list[str]:
-    """Carry a run out and give the stages it went through; ``stop`` interrupts it after a first step."""
+    """Execute a run and return its stages. ``stop`` interrupts it after a first step."""
     stages: list[str] = []
 
     def progress(stage: str, done: int, total: int) -> None:
@@ -174,7 +174,7 @@ def _execute(recipe: Recipe, scheme: str, output: Path, cache: Path, stop: str |
 
 @pytest.fixture
 def trained(finished, tmp_path) -> Path:
-    """A run that is trained and not tested, in the folder of a comparison."""
+    """Return a run that is trained but not tested, in the folder of a comparison."""
     output = tmp_path / "comparison"
     run = run_folder(output, "ALiBi", 3)
     shutil.copytree(run_folder(finished.folder, "ALiBi", 3), run)
@@ -185,7 +185,7 @@ def trained(finished, tmp_path) -> Path:
 
 @pytest.fixture
 def lengths_read(monkeypatch) -> list[int]:
-    """Lengths of the texts as they are read; they count as right by their last digit."""
+    """Record the lengths of the read texts. A text counts as right according to its last digit."""
     lengths: list[int] = []
 
     def forced(model: object, prompts: torch.Tensor, answers: torch.Tensor, **options: Any) -> torch.Tensor:
@@ -200,8 +200,8 @@ def lengths_read(monkeypatch) -> list[int]:
 MANY = {"evaluation.passkey.trials": 3, "evaluation.passkey.stop_after_zeros": None}
 
 
-def test_an_evaluation_that_was_interrupted_goes_on_anywhere(tiny, finished, trained, lengths_read):
-    """After whole lines, after a line that was cut off, and after the end of one of the plans."""
+def test_interrupted_evaluations_resume_anywhere(tiny, finished, trained, lengths_read):
+    """Interruptions come after whole lines, after a truncated line, and after the end of a plan."""
     recipe, run = tiny(MANY), run_folder(trained, "ALiBi", 3)
     with pytest.raises(_StopError):
         _execute(recipe, "ALiBi", trained, finished.folder / "cache", stop="evaluate")
@@ -209,7 +209,7 @@ def test_an_evaluation_that_was_interrupted_goes_on_anywhere(tiny, finished, tra
     assert len(begun) == 2  # the plan's identity, and one text
     assert not (run / "done.json").exists()
     stages = _execute(recipe, "ALiBi", trained, finished.folder / "cache")
-    assert stages.count("train") == 1  # said to be done, and not done again
+    assert stages.count("train") == 1  # recorded as done, and not repeated
     assert lengths_read == [150] * 6 + [160] * 6 + [170] * 6
     whole, measured = ((run / name).read_text() for name in ("results.jsonl", "measured.json"))
     lines = whole.splitlines(keepends=True)
@@ -225,7 +225,7 @@ def test_an_evaluation_that_was_interrupted_goes_on_anywhere(tiny, finished, tra
         assert (run / "results.jsonl").read_text() == whole
         assert _without_times(_json(run / "measured.json")) == _without_times(json.loads(measured))
         assert (run / "done.json").exists()
-    # A plan that is finished is not asked again, whatever became of its lines.
+    # A finished plan is not repeated, even if its lines are lost.
     entries = _json(run / "measured.json")
     write_json(run / "measured.json", entries[:1])
     (run / "results.jsonl").unlink()
@@ -240,17 +240,17 @@ def _without_times(entries: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("right_at", [{150}, {160}, set()])
-def test_a_scheme_that_retrieves_nothing_stops_early_and_says_so(tiny, finished, trained, monkeypatch, right_at):
+def test_schemes_without_retrieval_stop_early_with_a_record(tiny, finished, trained, monkeypatch, right_at):
     monkeypatch.setattr(
         "attention_priors.lab.tasks.retrieval.forced_predictions",
         lambda model, prompts, answers, **options: answers if prompts.shape[1] in right_at else answers + 1,
     )
     recipe = tiny({"evaluation.perplexity": ...})
-    # Two lengths running without a success.
+    # Two consecutive lengths without a success.
     count, reason = {
         150: (6, None), 160: (6, None), 0: (4, "nothing right at 2 lengths running (150, 160 tokens)")
     }[max(right_at, default=0)]  # fmt: skip
-    for _ in range(2):  # going on after that measures nothing more
+    for _ in range(2):  # resuming afterwards measures nothing more
         _execute(recipe, "ALiBi", trained, finished.folder / "cache")
         results = collect(recipe, trained, [("ALiBi", 3)], wall_seconds=1.0, corpus={})
         assert [row["length"] for row in of_kind(results, "retrieval")] == [150, 150, 160, 160, 170, 170][:count]
@@ -259,7 +259,7 @@ def test_a_scheme_that_retrieves_nothing_stops_early_and_says_so(tiny, finished,
             (run_folder(trained, "ALiBi", 3) / name).unlink()
 
 
-def test_a_further_plan_that_stops_does_not_stop_the_preset(tiny, finished, trained, monkeypatch):
+def test_a_stopped_plan_does_not_stop_the_preset(tiny, finished, trained, monkeypatch):
     monkeypatch.setattr(
         "attention_priors.lab.tasks.retrieval.forced_predictions",
         lambda model, prompts, answers, **options: answers if answers.shape[1] == 5 else answers + 1,
@@ -274,8 +274,8 @@ def test_a_further_plan_that_stops_does_not_stop_the_preset(tiny, finished, trai
     assert [run["stopped"] for run in of_kind(results, "run")] == [None]
 
 
-def test_every_scheme_is_tested_on_the_same_texts(finished):
-    """The seed of the run is no part of the texts."""
+def test_every_scheme_is_tested_on_equal_texts(finished):
+    """The texts do not depend on the seed of the run."""
     identities, expected = [], []
     for scheme in ("ALiBi", "BAM + SSMax"):
         path = run_folder(finished.folder, scheme, 3) / "results.jsonl"
@@ -303,7 +303,7 @@ def test_the_time_of_a_training_survives_a_failure_to_save_it(tiny, finished, tm
 
 
 def _first_difference(one: list[dict[str, Any]], other: list[dict[str, Any]]) -> float:
-    """The first position from which losses differ."""
+    """Return the first position with different losses."""
     pairs = [(a, b) for a, b in zip(one, other, strict=True) if a["position"] is not None]
     return next((a["position"] for a, b in pairs if abs(a["nll"] - b["nll"]) > 1e-5), float("inf"))
 
@@ -321,7 +321,7 @@ def _first_difference(one: list[dict[str, Any]], other: list[dict[str, Any]]) ->
     ],
     ids=["a window alone", "a window with a shared prior", "a smaller base", "a larger base"],
 )
-def test_positions_that_change_without_steps_change_after_training(tiny, finished, tmp_path, scheme):
+def test_position_changes_without_steps_apply_after_training(tiny, finished, tmp_path, scheme):
     way = scheme["change"] | {"context_length": 160, "steps": 0}
     first = {key: value for key, value in scheme.items() if key != "change"}
     changes = {
@@ -336,7 +336,7 @@ def test_positions_that_change_without_steps_change_after_training(tiny, finishe
     changed = run / "extended" / "changed"
     position = _first_difference(*(_json(folder / "measured.json")[0]["rows"] for folder in (changed, run)))
     if "prior" in way:
-        # A query sees 40 tokens, itself included: the 41st is the first to miss one.
+        # A query sees 40 tokens, including itself. The 41st token is the first that misses one.
         assert position == pytest.approx((32 * 63) ** 0.5)
     else:
         assert position < 16
@@ -344,7 +344,7 @@ def test_positions_that_change_without_steps_change_after_training(tiny, finishe
     assert layers == ({0} if scheme.get("share_prior") else {0, 1} if "prior" in way else set())
 
 
-def test_a_tolerance_at_evaluation_is_not_one_in_training(tiny, finished, tmp_path, monkeypatch):
+def test_a_tolerance_at_evaluation_does_not_apply_in_training(tiny, finished, tmp_path, monkeypatch):
     seen: dict[bool, set[float]] = {True: set(), False: set()}
 
     def watched(query: torch.Tensor, *arguments: Any, tolerance: float, **options: Any) -> torch.Tensor:
@@ -359,7 +359,7 @@ def test_a_tolerance_at_evaluation_is_not_one_in_training(tiny, finished, tmp_pa
     assert 0.25 in seen[False]
 
 
-def test_rows_of_a_model_that_is_gone_do_not_join_those_of_the_next(tiny, finished, trained, lengths_read):
+def test_rows_of_a_replaced_model_are_dropped(tiny, finished, trained, lengths_read):
     recipe, run = tiny(MANY | {"training.steps": 1}), run_folder(trained, "ALiBi", 3)
     with pytest.raises(_StopError):
         _execute(recipe, "ALiBi", trained, finished.folder / "cache", stop="evaluate")
@@ -374,7 +374,7 @@ def test_rows_of_a_model_that_is_gone_do_not_join_those_of_the_next(tiny, finish
 # ---- devices
 
 
-def test_runs_share_out_the_devices(monkeypatch: pytest.MonkeyPatch):
+def test_runs_are_distributed_over_devices(monkeypatch: pytest.MonkeyPatch):
     for count, visible, expected in (
         (0, None, []),
         (2, None, ["0", "1"]),

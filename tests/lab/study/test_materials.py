@@ -1,4 +1,4 @@
-"""Whether the texts of a recipe can be made: checked before any training."""
+"""Texts of a recipe are checked before any training."""
 
 from collections.abc import Sequence
 from itertools import accumulate
@@ -27,7 +27,7 @@ COMPARISONS = [RECIPES / "demo.yaml", *sorted((RECIPES / "results").glob("*.yaml
 
 @pytest.fixture
 def joining(tmp_path: Path) -> str:
-    """A saved tokenizer that joins digits, as most of the Hugging Face Hub do."""
+    """Save a tokenizer that joins digits, as most tokenizers on the Hugging Face Hub do."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -43,7 +43,7 @@ def joining(tmp_path: Path) -> str:
 WITHOUT_KEYS: dict[str, Any] = {"training.passkey_ratio": 0, "training.steps": 1, "evaluation.passkey": None}
 
 
-def test_a_recipe_without_pass_keys_takes_a_tokenizer_that_joins_digits(tiny, joining, tmp_path):
+def test_recipes_without_pass_keys_accept_tokenizers_that_join_digits(tiny, joining, tmp_path):
     study = DecoderStudy(tiny(WITHOUT_KEYS | {"tokenizer": joining}), tmp_path / "cache")
     study.check()
     folder = run_folder(tmp_path, "ALiBi", 3)
@@ -62,12 +62,12 @@ def test_a_recipe_without_pass_keys_takes_a_tokenizer_that_joins_digits(tiny, jo
         ),
     ],
 )
-def test_pass_keys_need_a_token_for_each_digit(tiny, joining, tmp_path, changes, complaint):
+def test_pass_keys_need_one_token_per_digit(tiny, joining, tmp_path, changes, complaint):
     with pytest.raises(RecipeError, match=complaint):
         Materials.load(tiny(WITHOUT_KEYS | {"tokenizer": joining} | changes), tmp_path).check()
 
 
-def test_a_plan_asks_for_pass_keys_of_a_tokenizer_that_joins_digits(tiny, joining, tmp_path):
+def test_plans_may_use_pass_keys_with_tokenizers_that_join_digits(tiny, joining, tmp_path):
     plans = {"keys": {"tasks": ["passkey"], "lengths": [400]}}
     Materials.load(tiny(WITHOUT_KEYS | {"tokenizer": joining, "evaluation.plans": plans}), tmp_path).check()
 
@@ -95,12 +95,12 @@ FEWER = {
 
 
 @pytest.mark.parametrize(("changes", "complaint"), FEWER.values(), ids=FEWER)
-def test_too_few_long_documents_are_an_error(tiny, tmp_path, changes, complaint):
+def test_too_few_long_documents_are_refused(tiny, tmp_path, changes, complaint):
     with pytest.raises(RecipeError, match=complaint):
         Materials.load(tiny(changes), tmp_path).check()
 
 
-def test_the_smallest_number_of_documents_is_no_larger_than_the_wanted_number(tiny):
+def test_minimum_documents_is_at_most_documents(tiny):
     settings = {"length": 100, "documents": 4, "minimum_documents": 5}
     plan = {"tasks": ["perplexity"], "lengths": [64], "documents": 4, "minimum_documents": 5}
     for changes in ({"evaluation.perplexity": settings}, {"evaluation.plans": {"more": plan}}):
@@ -108,7 +108,7 @@ def test_the_smallest_number_of_documents_is_no_larger_than_the_wanted_number(ti
             tiny(changes)
 
 
-def test_fewer_documents_are_measured_and_shown_if_the_recipe_accepts_them(tiny, tmp_path):
+def test_recipes_may_accept_fewer_documents(tiny, tmp_path):
     plan = {"tasks": ["perplexity", "perplexity_windows"], "lengths": [64], "documents": 99, "minimum_documents": 1}
     perplexity = {"length": 100, "documents": 4, "minimum_documents": 1}
     recipe = tiny(WITHOUT_KEYS | {"evaluation.plans": {"more": plan}, "evaluation.perplexity": perplexity})
@@ -128,13 +128,13 @@ def test_fewer_documents_are_measured_and_shown_if_the_recipe_accepts_them(tiny,
 
 @pytest.fixture(scope="module")
 def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Tokenizers that several recipes train on the same corpus."""
+    """Cache the tokenizers that several recipes train on one corpus."""
     return tmp_path_factory.mktemp("cache")
 
 
 @pytest.fixture
 def short_corpora(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let a plan read the first documents of its corpus alone: to encode all of SciPy's source takes half a minute."""
+    """Let a plan read only the first documents of its corpus. Encoding all of SciPy's source takes half a minute."""
 
     def first_documents(source: str) -> tuple[str, Sequence[Document], tuple[str, ...]]:
         name, documents, skipped = read_documents(source)
@@ -146,7 +146,7 @@ def short_corpora(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("short_corpora")
 @pytest.mark.parametrize("path", every_other_deep(COMPARISONS, COMPARISONS[::4]), ids=lambda path: path.stem)
-def test_recipes_of_the_project_have_the_texts_that_they_ask_for(path: Path, cache: Path):
+def test_committed_recipes_have_their_texts(path: Path, cache: Path):
     recipe = decoder_recipe(path)
     try:
         materials = Materials.load(recipe, cache)

@@ -1,4 +1,4 @@
-"""What ``attention-priors evaluate`` measures, asked of the models of a comparison."""
+"""Plans of ``attention-priors evaluate`` in comparisons."""
 
 import json
 import shutil
@@ -26,21 +26,21 @@ PLANS: dict[str, Any] = {
     "eight digits": {"tasks": ["passkey_8", "niah_single_1"], "lengths": [520], "depths": 2},
     "reading": {"tasks": ["perplexity", "timing"], "lengths": [60, 90], "documents": 2, "passes": 2},
 }
-"""Without the texts that the second one reads."""
+"""Plans of the tests, without the texts of the second."""
 
 
 @pytest.fixture(scope="module")
 def plans(tiny: Callable[..., Recipe], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     source = tiny().corpus.source
     assert source is not None
-    # Another folder: of that which is trained on, the held-out part alone is read.
+    # Another folder, because only the held-out part of the training corpus is read.
     texts = shutil.copytree(source, tmp_path_factory.mktemp("plans") / "texts")
     return PLANS | {"reading": PLANS["reading"] | {"corpus": str(texts)}}
 
 
 @pytest.fixture(scope="module")
 def asked(tiny: Any, finished: Any, plans: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """A finished comparison's folder, in which plans were added to the recipe, and its results."""
+    """Return a finished comparison's folder, to whose recipe plans were added, and its results."""
     folder = tmp_path_factory.mktemp("asked") / "comparison"
     shutil.copytree(finished.folder, folder)
     before = {path: path.stat().st_mtime_ns for path in folder.rglob("*") if path.parent.name == "model"}
@@ -50,11 +50,11 @@ def asked(tiny: Any, finished: Any, plans: dict[str, Any], tmp_path_factory: pyt
 
 
 def approximate(value: Any) -> Any:
-    """Chunks change rounding alone."""
+    """Chunks change only rounding."""
     return pytest.approx(value) if type(value) is float else value
 
 
-def test_rows_are_what_an_evaluation_of_the_model_finds(asked: Any, tiny: Any, plans: dict[str, Any], tmp_path: Path):
+def test_rows_match_an_evaluation_of_the_model(asked: Any, tiny: Any, plans: dict[str, Any], tmp_path: Path):
     folder, _ = asked
     subject = Subject.load(str(folder / "runs" / "ALiBi" / "seed-3" / "model"))
     for name in plans:
@@ -74,8 +74,8 @@ def test_rows_are_what_an_evaluation_of_the_model_finds(asked: Any, tiny: Any, p
     assert all(row["median_ms"] > 0 and row["plan"] == "reading" for row in timing)
 
 
-def test_of_what_is_trained_on_the_held_out_part_is_read(finished: Any, tiny: Any, tmp_path: Path):
-    """Whether a plan names no corpus, or the recipe's, perhaps in other words."""
+def test_plans_read_the_held_out_part_of_the_training_corpus(finished: Any, tiny: Any, tmp_path: Path):
+    """Applies if a plan names no corpus, or the recipe's, maybe in another spelling."""
     folder = tmp_path / "comparison"
     shutil.copytree(finished.folder, folder)
     source = tiny().corpus.source
@@ -91,7 +91,7 @@ def test_of_what_is_trained_on_the_held_out_part_is_read(finished: Any, tiny: An
     path = folder / "runs" / "ALiBi" / "seed-3" / "results.jsonl"
     before = len((finished.folder / path.relative_to(folder)).read_text().splitlines())
     lines = [json.loads(line) for line in path.read_text().splitlines()][before:]
-    # Both plans have the same texts, so that one run of each task is enough.
+    # Both plans have equal texts, so each task runs once.
     assert len([line for line in lines if "identity" in line]) == 3
     for name in plans:
         entries = read_json(path.with_name("measured.json"))
@@ -106,8 +106,8 @@ def test_of_what_is_trained_on_the_held_out_part_is_read(finished: Any, tiny: An
         assert described["niah_single_2"]["haystack_fingerprint"] == haystack_of(load_corpus(source)).fingerprint
 
 
-def test_the_tolerance_of_an_evaluation_is_that_of_its_plans(asked: Any, plans: dict[str, Any], tmp_path: Path):
-    """The second scheme is tested with one, which a run's ID in the results stands for."""
+def test_plans_use_the_tolerance_at_evaluation(asked: Any, plans: dict[str, Any], tmp_path: Path):
+    """The second scheme is tested with a tolerance, which enters the ID of a run in the results."""
     run = next(path for path in (asked[0] / "runs").iterdir() if path.name.startswith("BAM")) / "seed-3"
     plan = EvaluationPlan.model_validate(plans["reading"] | {"tasks": ["perplexity"]})
 
@@ -125,19 +125,21 @@ def test_the_tolerance_of_an_evaluation_is_that_of_its_plans(asked: Any, plans: 
     assert not found[0.0] & ids(run)
 
 
-def test_nothing_is_measured_twice(asked: Any, tiny: Any, plans: dict[str, Any], monkeypatch: pytest.MonkeyPatch):
+def test_finished_measurements_are_reused(
+    asked: Any, tiny: Any, plans: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+):
     folder, _ = asked
     monkeypatch.setattr("subprocess.Popen", lambda *arguments, **options: pytest.fail("a worker was started"))
     before = read_rows(folder)[1:]
     compare(tiny({"evaluation.plans": plans}), folder, console=Console(quiet=True))
     assert read_rows(folder)[1:] == before
-    # What the recipe no longer asks for is not in its results.
+    # Results omit plans that are no longer in the recipe.
     compare(tiny({"evaluation.plans": {"reading": plans["reading"]}}), folder, console=Console(quiet=True))
     kept = [row for row in before if row.get("plan") != "eight digits" and row["row"] != "run"]
     assert [row for row in read_rows(folder)[1:] if row["row"] != "run"] == kept
 
 
-def test_a_plan_that_changed_needs_the_model(asked: Any, tiny: Any, plans: dict[str, Any], tmp_path: Path):
+def test_changed_plans_need_the_model(asked: Any, tiny: Any, plans: dict[str, Any], tmp_path: Path):
     folder = tmp_path / "comparison"
     shutil.copytree(asked[0], folder)
     run = folder / "runs" / "ALiBi" / "seed-3"
@@ -169,7 +171,7 @@ def test_a_plan_that_changed_needs_the_model(asked: Any, tiny: Any, plans: dict[
         ),
     ],
 )
-def test_impossible_texts_are_found_before_any_work(
+def test_impossible_texts_are_refused_before_any_work(
     tiny: Any, tmp_path: Path, plan: dict[str, Any], complaint: str
 ) -> None:
     with pytest.raises(RecipeError, match=complaint):
@@ -177,8 +179,8 @@ def test_impossible_texts_are_found_before_any_work(
     assert not (tmp_path / "new" / "runs").exists()
 
 
-def test_models_that_read_other_texts_are_not_compared(asked: Any, tiny: Any, plans: dict[str, Any], tmp_path: Path):
-    """As when the files of a package have changed since some seeds were measured."""
+def test_models_with_other_texts_are_not_compared(asked: Any, tiny: Any, plans: dict[str, Any], tmp_path: Path):
+    """The files of a package may have changed after some seeds were measured."""
     folder = tmp_path / "comparison"
     shutil.copytree(asked[0], folder)
     recipe = tiny({"evaluation.plans": plans})
@@ -186,7 +188,7 @@ def test_models_that_read_other_texts_are_not_compared(asked: Any, tiny: Any, pl
     entries = read_json(path)
     assert {entry["name"]: set(entry["texts"]) for entry in entries if entry["name"] is not None} == {
         "eight digits": {"passkey_8", "niah_single_1"},
-        "reading": {"perplexity"},  # times are no matter of texts
+        "reading": {"perplexity"},  # times do not depend on texts
     }
     for name, place in (("reading", r"plans\.reading"), (None, "perplexity")):
         old = {"texts": {"perplexity": "of last year"}}
@@ -201,7 +203,7 @@ def test_models_that_read_other_texts_are_not_compared(asked: Any, tiny: Any, pl
             compare(recipe, folder, console=Console(quiet=True))
 
 
-def test_versions_are_also_those_of_plans(asked: Any, tiny: Any, plans: dict[str, Any], tmp_path: Path):
+def test_versions_include_those_of_plans(asked: Any, tiny: Any, plans: dict[str, Any], tmp_path: Path):
     folder = tmp_path / "comparison"
     shutil.copytree(asked[0], folder)
     path = folder / "runs" / "ALiBi" / "seed-3" / "measured.json"
@@ -212,19 +214,19 @@ def test_versions_are_also_those_of_plans(asked: Any, tiny: Any, plans: dict[str
     assert results.study["versions"]["torch"] == f"{asked[1].study['versions']['torch']}, 9.9"
 
 
-def test_plans_have_folders_of_their_own(tiny: Any):
+def test_plans_have_separate_folders(tiny: Any):
     plan = {"tasks": ["timing"], "lengths": [64]}
     with pytest.raises(ValueError, match="plans 'a b' and 'a_b' would share the folder 'a_b'"):
         tiny({"evaluation.plans": {"a b": plan, "a_b": plan}})
 
 
-def test_a_learned_table_must_hold_the_texts_of_plans(tiny: Any):
+def test_learned_tables_must_hold_the_texts_of_plans(tiny: Any):
     scheme = {"schemes": {"learned": {"encoding": {"name": "learned", "max_length": 300}}}}
     with pytest.raises(ValueError, match="max_length=300 positions, but the model reads texts of 528 tokens"):
         tiny(scheme | {"evaluation.plans": PLANS})
 
 
-def test_tables_and_the_report_show_them(asked: Any, tmp_path: Path):
+def test_tables_and_report_show_plans(asked: Any, tmp_path: Path):
     _, results = asked
     page = write_report(results, tmp_path).read_text(encoding="utf-8")
     tables = {path.name: path.read_text(encoding="utf-8") for path in (tmp_path / "tables").iterdir()}

@@ -24,7 +24,7 @@ def _write(folder: Path, content: Any) -> Path:
     return path
 
 
-def test_a_recipe_is_read_with_its_defaults(tmp_path):
+def test_recipes_are_read_with_defaults(tmp_path):
     recipe = decoder_recipe(_write(tmp_path, RECIPE))
     assert list(recipe.schemes) == ["ALiBi", "BAM + SSMax"]
     assert recipe.training.optimizer == "radam"
@@ -50,11 +50,11 @@ def test_a_recipe_survives_json(tmp_path):
         ({"evaluation.plans": {"far": {"tasks": ["genome_completion"], "lengths": [900]}}}, 1099),
     ],
 )
-def test_the_longest_text_is_over_all_that_is_read(tmp_path, changes, longest):
+def test_the_longest_text_covers_all_evaluations(tmp_path, changes, longest):
     assert decoder_recipe(_write(tmp_path, changed(changes))).longest_text == longest
 
 
-def test_plans_ask_about_the_recipes_own_corpus(tmp_path: Path):
+def test_plans_default_to_the_recipes_corpus(tmp_path: Path):
     plans = {
         "here": {"tasks": ["passkey"], "lengths": [64]},
         "there": {"tasks": ["passkey"], "lengths": [64], "corpus": "embedded"},
@@ -82,7 +82,7 @@ COMPARISONS = [RECIPES / "demo.yaml", *sorted((RECIPES / "results").glob("*.yaml
 
 
 @pytest.mark.parametrize("path", COMPARISONS, ids=lambda path: path.stem)
-def test_models_can_be_made_of_the_projects_own_recipes(path: Path):
+def test_committed_recipes_build_models(path: Path):
     recipe = decoder_recipe(path)
     for name in recipe.schemes:
         config = recipe.config_of(name, vocab_size=100)
@@ -293,7 +293,7 @@ MISTAKES: dict[str, tuple[dict[str, Any], list[str]]] = {
 
 
 @pytest.mark.parametrize(("changes", "complaints"), MISTAKES.values(), ids=MISTAKES.keys())
-def test_a_mistake_is_named_with_its_key_its_value_and_what_is_allowed(tmp_path, changes, complaints):
+def test_errors_name_key_value_and_expected_values(tmp_path, changes, complaints):
     path = _write(tmp_path, changed(changes))
     with pytest.raises(RecipeError) as caught:
         decoder_recipe(path)
@@ -301,11 +301,11 @@ def test_a_mistake_is_named_with_its_key_its_value_and_what_is_allowed(tmp_path,
     assert message.startswith(f"{path}: ")
     for complaint in complaints:
         assert complaint in message
-    # One mistake is one line; a value that may be of several types has one for each.
+    # One error is one line. A value that may have several types has one line for each.
     assert len(message.splitlines()) == (2 if "tokenizer" in changes else 1)
 
 
-def test_all_mistakes_are_named_at_once(tmp_path):
+def test_all_errors_are_named_at_once(tmp_path):
     path = _write(tmp_path, changed({"training.steps": 0, "modle": 1, "evaluation.chunk": -2}))
     with pytest.raises(RecipeError) as caught:
         decoder_recipe(path)
@@ -323,21 +323,21 @@ def test_all_mistakes_are_named_at_once(tmp_path):
         ("", "must hold keys and values, got NoneType"),
     ],
 )
-def test_a_file_that_is_no_recipe_is_named(tmp_path, content, complaint):
+def test_files_that_are_not_recipes_are_named(tmp_path, content, complaint):
     path = _write(tmp_path, content)
     with pytest.raises(RecipeError) as caught:
         decoder_recipe(path)
     assert str(caught.value).startswith(f"{path} {complaint}")
 
 
-def test_a_file_that_is_not_text_is_named(tmp_path):
+def test_files_that_are_not_text_are_named(tmp_path):
     path = tmp_path / "recipe.yaml"
     path.write_bytes(b"\xff\xfe\0name")
     with pytest.raises(RecipeError, match=r"recipe\.yaml is not a YAML file"):
         decoder_recipe(path)
 
 
-def test_a_file_that_is_missing_is_named(tmp_path):
+def test_missing_files_are_named(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"nowhere\.yaml"):
         decoder_recipe(tmp_path / "nowhere.yaml")
 
@@ -356,20 +356,20 @@ def test_a_file_that_is_missing_is_named(tmp_path):
         {"evaluation.passkey.stop_after_zeros": None},
     ],
 )
-def test_what_is_possible_is_accepted(tmp_path, changes):
+def test_valid_recipes_are_accepted(tmp_path, changes):
     decoder_recipe(_write(tmp_path, changed(changes)))
 
 
-def test_a_key_that_stands_twice_is_an_error(tmp_path):
+def test_duplicate_keys_are_refused(tmp_path):
     path = tmp_path / "twice.yaml"
     path.write_text("name: A\nschemes:\n  BAM: {}\n  BAM: {}\n")
     with pytest.raises(RecipeError, match=r"duplicate key 'BAM'\n.*line 4, column 3"):
         decoder_recipe(path)
 
 
-def test_what_is_merged_may_be_changed(tmp_path):
+def test_merged_keys_may_be_overridden(tmp_path):
     path = tmp_path / "merged.yaml"
-    # The innermost is merged further out before it is read itself.
+    # The innermost mapping is merged into the outer one before it is read itself.
     path.write_text("a: {b: {c: &c {<<: &d {x: 1, y: 2}, y: 3}}}\ne: {<<: *c, x: 4}\nf: *d\n")
     assert read_yaml(path) == {"a": {"b": {"c": {"x": 1, "y": 3}}}, "e": {"x": 4, "y": 3}, "f": {"x": 1, "y": 2}}
     path.write_text("c: &c {x: 1}\ne: {<<: *c, x: 4, x: 5}\n")

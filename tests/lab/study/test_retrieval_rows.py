@@ -1,4 +1,4 @@
-"""The rows that a recipe trains on: what they begin with, and where it comes from."""
+"""Training rows of a recipe: retrieval texts at their start, and documents."""
 
 from pathlib import Path
 from typing import Any
@@ -41,7 +41,7 @@ def _runs_of_words(text: str, size: int) -> set[tuple[str, ...]]:
     return {tuple(words[start : start + size]) for start in range(len(words) - size + 1)}
 
 
-def test_no_row_has_held_out_text(load):
+def test_rows_have_no_held_out_text(load):
     materials = load({})
     corpus = load_corpus(Path(materials.recipe.corpus.source))
     held_out, train = (
@@ -62,7 +62,7 @@ def test_no_row_has_held_out_text(load):
     assert needles > 60
 
 
-def test_needles_share_the_rows_evenly_and_the_weight_of_pass_keys(load):
+def test_needles_share_rows_evenly_with_the_weight_of_pass_keys(load):
     materials = load({"training.needle_minimum_length": 900})
     kinds = {"corpus": 0, "passkey": 0, "niah_single_2": 0, "niah_multikey_1": 0}
     for row in _rows(materials, 240):
@@ -90,7 +90,7 @@ def test_pass_keys_may_have_other_digits_and_words(load):
             assert words in text
 
 
-def test_needles_may_have_a_weight_of_their_own(load):
+def test_needles_may_have_another_weight(load):
     materials = load({"training.needle_answer_weight": 9.0})
     weights = {float(row["loss_weights"].max()) for row in _rows(materials, 60)}
 

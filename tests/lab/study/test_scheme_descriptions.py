@@ -37,7 +37,7 @@ from attention_priors.lab.study.runs import folder_name
         ),
     ],
 )
-def test_a_scheme_is_described_as_code_would_make_it(scheme, words):
+def test_schemes_are_described_as_code(scheme, words):
     assert describe(Scheme.model_validate(scheme)) == words
 
 
@@ -57,5 +57,5 @@ def test_long_values_are_shortened():
         ("θ = 1", "_1"),
     ],
 )
-def test_a_schemes_folder_is_a_plain_name(scheme, folder):
+def test_folders_of_schemes_have_plain_names(scheme, folder):
     assert folder_name(scheme) == folder

@@ -1,4 +1,4 @@
-"""Several calls at the same time in one folder, as jobs of a SLURM array: each run is carried out by one of them."""
+"""Concurrent calls in one folder, as jobs of a SLURM array. Each run is executed by one of them."""
 
 import io
 import json
@@ -55,18 +55,18 @@ try:
 except Timeout:
     sys.exit({TAKEN})
 """
-"""A worker that copies a finished run, once there is a file that says that both calls are at work."""
+"""Let a worker copy a finished run once a file shows that both calls are at work."""
 
 
 @pytest.fixture
 def copying(finished: Any, stub_worker: Callable[[str], None]) -> None:
-    """Let workers copy what they should carry out."""
+    """Let workers copy the runs that they should execute."""
     stub_worker(STUB.format(python=sys.executable, finished=str(finished.folder), TAKEN=TAKEN, FINISHED=FINISHED))
 
 
 @pytest.fixture
 def begin(tiny: Callable[..., Recipe], tmp_path: Path) -> Iterator[Callable[..., tuple[BaseProcess, Path]]]:
-    """Start a call in a copy of this process; gives it, and the file with all that it prints."""
+    """Start a call in a copy of this process. Return the process, and the file with its output."""
     calls: list[BaseProcess] = []
 
     def start(*only: str) -> tuple[BaseProcess, Path]:
@@ -85,7 +85,7 @@ def begin(tiny: Callable[..., Recipe], tmp_path: Path) -> Iterator[Callable[...,
 
 
 def _ended(call: BaseProcess, printed: Path) -> str:
-    """What a call printed."""
+    """Return the output of a call."""
     call.join(120)
     assert call.exitcode == 0, printed.read_text()
     return printed.read_text()
@@ -102,8 +102,8 @@ def _runs(results: Results) -> list[tuple[str, int]]:
     return [*zip(results["run"].scheme, results["run"].seed, strict=True)]
 
 
-def test_calls_with_different_runs_work_at_the_same_time(tiny, tmp_path, quiet, monkeypatch):
-    """Their workers are those of users."""
+def test_calls_with_different_runs_work_concurrently(tiny, tmp_path, quiet, monkeypatch):
+    """Uses real workers."""
     recipe, output = tmp_path / "tiny.yaml", tmp_path / "out"
     recipe.write_text(json.dumps(changed({"corpus.source": tiny().corpus.source} | ONE_SCHEME)))
     files = {seed: tmp_path / f"printed-{seed}" for seed in (3, 4)}
@@ -114,7 +114,7 @@ def test_calls_with_different_runs_work_at_the_same_time(tiny, tmp_path, quiet, 
         assert f"ALiBi, seed {seed}, has ended: 1 of 1 runs" in printed
         assert "other call" not in printed
     found = Results.read(output)
-    assert _runs(found) == [("ALiBi", 3), ("ALiBi", 4)]  # whichever ended last has gathered both
+    assert _runs(found) == [("ALiBi", 3), ("ALiBi", 4)]  # the last call to end has collected both
     assert found.study["wall_seconds"] >= found["run"].train_seconds.sum()
     for name in ("report.html", "tables/passkey.md"):
         assert (output / name).exists()
@@ -122,12 +122,12 @@ def test_calls_with_different_runs_work_at_the_same_time(tiny, tmp_path, quiet, 
     assert not [*output.rglob("*.tmp")]
     assert [path.read_text() for path in output.rglob("log.txt")] == ["", ""]
 
-    # The same command without a choice of seeds gathers them and carries out nothing.
+    # Without a choice of seeds, the same command collects both and runs nothing.
     monkeypatch.setattr(LocalWorkers, "start", lambda self, run: pytest.fail("a worker was started"))
     assert _runs(compare(tiny(ONE_SCHEME), output, console=quiet)) == [("ALiBi", 3), ("ALiBi", 4)]
 
 
-def test_a_run_of_another_call_is_left_to_it(begin, copying, tiny, tmp_path):
+def test_runs_of_another_call_are_not_executed(begin, copying, tiny, tmp_path):
     output = tmp_path / "out"
     call = begin("ALiBi")
     _wait_for(output / "begun")
@@ -146,7 +146,7 @@ def test_a_run_of_another_call_is_left_to_it(begin, copying, tiny, tmp_path):
     assert _runs(gathered) == [("ALiBi", 3)]
 
 
-def test_calls_with_the_same_runs_share_them_out(begin, copying, tmp_path):
+def test_calls_with_equal_runs_share_them(begin, copying, tmp_path):
     output = tmp_path / "out"
     calls = [begin(), begin()]
     _wait_for(output / "begun")
@@ -174,7 +174,7 @@ def test_workers_do_not_read_the_recipe_of_another_call(tiny, tmp_path, quiet, m
     assert read_json(tmp_path / "read.json") == tiny().model_dump(mode="json")
 
 
-def test_a_call_waits_for_another_one_that_gathers(finished, tiny, tmp_path, quiet):
+def test_calls_wait_for_a_call_that_collects(finished, tiny, tmp_path, quiet):
     output = Path(shutil.copytree(finished.folder, tmp_path / "out"))
     with sole_writer(output):
         call = threading.Thread(target=compare, args=(tiny(), output), kwargs={"console": quiet})

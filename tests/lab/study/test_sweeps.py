@@ -1,4 +1,4 @@
-"""Schemes that are made of others: inheritance, sweeps, and what they are called."""
+"""Generated schemes: inheritance, sweeps, and names."""
 
 import hashlib
 import json
@@ -36,10 +36,10 @@ def _sweep(**sweep: Any) -> Recipe:
     return _recipe({"sweep": {"schemes": [BAM], **sweep}})
 
 
-# ---- one scheme with settings of its own
+# ---- one scheme with its own settings
 
 
-def test_a_scheme_has_sizes_and_measurements_of_its_own():
+def test_schemes_may_have_their_own_sizes_and_measurements():
     recipe = _recipe(
         {
             "schemes.ALiBi.model": {"num_hidden_layers": 5},
@@ -60,12 +60,12 @@ def test_a_scheme_has_sizes_and_measurements_of_its_own():
     ("own", "steps", "rows"),
     [({"tokens": 3000}, 10, 2), ({"tokens_per_step": 600}, 120, 4), ({"steps": 7}, 7, 2), ({}, 120, 2)],
 )
-def test_of_two_alternatives_the_schemes_own_counts(own, steps, rows):
+def test_the_schemes_own_alternative_wins(own, steps, rows):
     settings = _recipe({"schemes.ALiBi.training": own}).training_of("ALiBi")
     assert (settings.total_steps, settings.rows_per_step) == (steps, rows)
 
 
-def test_a_scheme_inherits_sections_by_key_and_the_rest_whole():
+def test_schemes_inherit_sections_by_key_and_other_values_whole():
     recipe = _recipe(
         {
             "schemes.parent": {"extends": BAM, "training": {"learning_rate": 0.5}, "model": {"hidden_size": 8}},
@@ -98,7 +98,7 @@ def test_a_scheme_inherits_sections_by_key_and_the_rest_whole():
         ({"ALiBi": 3}, r"schemes\.ALiBi\.extends: unknown scheme 3"),
     ],
 )
-def test_what_cannot_be_inherited_is_named(extends, complaint):
+def test_invalid_inheritance_is_named(extends, complaint):
     with pytest.raises(ValueError, match=complaint):
         _recipe({f"schemes.{name}.extends": parent for name, parent in extends.items()})
 
@@ -106,7 +106,7 @@ def test_what_cannot_be_inherited_is_named(extends, complaint):
 # ---- sweeps
 
 
-def test_one_axis_at_a_time_goes_around_the_base():
+def test_one_axis_at_a_time_varies_the_base():
     recipe = _sweep(axes=AXES, base=BASE)
     base = {"scheme": BAM, "init": "roles", "learn": "alpha+beta", "length": 150, "ssmax": "both", "size": 16}
     made = {name: scheme.axes for name, scheme in recipe.schemes.items()}
@@ -130,7 +130,7 @@ def test_one_axis_at_a_time_goes_around_the_base():
     assert recipe.evaluation_of(f"{BAM} · size=8").tolerance == 0.01
 
 
-def test_without_a_base_every_combination_is_made():
+def test_without_a_base_every_combination_is_generated():
     axes = {"init": AXES["init"], "size": AXES["size"]}
     recipe = _sweep(axes=axes)
     names = [f"{BAM} · init={init} · size={size}" for init in ("roles", "uniform", "laplace") for size in (16, 8)]
@@ -138,18 +138,18 @@ def test_without_a_base_every_combination_is_made():
     assert recipe.schemes[names[3]].axes == {"scheme": BAM, "init": "uniform", "size": 8}
 
 
-def test_all_schemes_are_multiplied_by_default_in_their_order():
+def test_all_schemes_are_swept_by_default_in_order():
     recipe = _recipe({"sweep": {"axes": {"rate": {"training.learning_rate": [0.1, 0.2]}}}})
     assert list(recipe.schemes) == [f"{name} · rate={rate}" for name in ("ALiBi", BAM) for rate in (0.1, 0.2)]
     assert recipe.training_of("ALiBi · rate=0.2").learning_rate == 0.2
 
 
-def test_a_prior_that_is_a_bare_name_takes_arguments():
+def test_priors_given_by_name_accept_arguments():
     recipe = _recipe({"sweep": {"schemes": ["ALiBi"], "axes": {"learn": {"prior.learn": [True, False]}}}})
     assert recipe.schemes["ALiBi · learn=true"].prior == {"name": "laplace", "learn": True}
 
 
-def test_a_recipe_that_was_expanded_survives_json():
+def test_expanded_recipes_survive_json():
     recipe = _recipe(
         {"sweep": {"axes": {"size": AXES["size"]}}, "schemes.other": {"extends": BAM, "logit_scale": None}}
     )
@@ -172,7 +172,7 @@ def test_a_recipe_that_was_expanded_survives_json():
         ({"depths": 3}, "depths=3"),
     ],
 )
-def test_a_value_is_called(value, words):
+def test_values_have_labels(value, words):
     assert label(value) == words
 
 
@@ -254,7 +254,7 @@ MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize(("sweep", "complaint"), MISTAKES.values(), ids=MISTAKES.keys())
-def test_a_mistake_in_a_sweep_names_axis_and_value(tmp_path, sweep, complaint):
+def test_errors_in_a_sweep_name_axis_and_value(tmp_path, sweep, complaint):
     path = tmp_path / "recipe.yaml"
     path.write_text(yaml.safe_dump(changed({"sweep": {"schemes": [BAM], **sweep}}), sort_keys=False))
     with pytest.raises(RecipeError, match=complaint):
@@ -271,7 +271,7 @@ def test_a_mistake_in_a_sweep_names_axis_and_value(tmp_path, sweep, complaint):
         ({"A": {"prior": "laplace", "extensions": {"YaRN": "abc"}}}, r"schemes\.A\.extensions\.YaRN: "),
     ],
 )
-def test_a_scheme_that_a_sweep_cannot_change_is_named(tmp_path, schemes, complaint):
+def test_schemes_that_a_sweep_cannot_change_are_named(tmp_path, schemes, complaint):
     path = tmp_path / "recipe.yaml"
     sweep = {"axes": {"way": {"extensions.YaRN.prior.init": ["uniform", "laplace"]}}}
     path.write_text(yaml.safe_dump(changed({"sweep": sweep}) | {"schemes": schemes}, sort_keys=False))
@@ -279,7 +279,7 @@ def test_a_scheme_that_a_sweep_cannot_change_is_named(tmp_path, schemes, complai
         decoder_recipe(path)
 
 
-def test_a_scheme_in_the_way_of_a_generated_one_is_named():
+def test_schemes_with_the_name_of_a_generated_one_are_refused():
     with pytest.raises(ValueError, match=r"duplicate scheme 'BAM \+ SSMax · size=8'"):
         _recipe({"sweep": {"schemes": [BAM], "axes": {"size": AXES["size"]}}, f"schemes.{BAM} · size=8": {}})
 
@@ -291,7 +291,7 @@ def test_folders_of_long_names_are_distinct_and_short_enough():
     assert all(folder.startswith("BAM_xxx") and len(folder) == LONGEST_FOLDER_NAME for folder in folders)
 
 
-def test_examples_in_the_documentation_make_what_it_says():
+def test_documented_examples_generate_their_schemes():
     docs = Path(__file__).parents[3] / "docs"
     if not docs.exists():
         pytest.skip("not a checkout of the project")
@@ -326,7 +326,7 @@ def _names(recipe: Recipe, scheme: str) -> list[str]:
     return [extension.name for extension in recipe.extensions_of(scheme).values()]
 
 
-def test_an_extension_goes_on_as_the_training_ended():
+def test_extensions_continue_the_training():
     recipe = _recipe({f"schemes.{BAM}.extensions": {"longer": {"context_length": 300}}})
     first, extension = recipe.training_of(BAM), recipe.extensions_of(BAM)["longer"]
     second = extension.training
@@ -343,7 +343,7 @@ def test_an_extension_goes_on_as_the_training_ended():
     assert recipe.extensions_of("ALiBi") == {}
 
 
-def test_an_extension_may_change_how_positions_come_in():
+def test_extensions_may_change_positions():
     changes = {"context_length": 600, "encoding": "rotary", "prior": None, "tokens_per_step": 600, "steps": 7}
     none = {"context_length": 300, "steps": 0, "logit_scale": None}
     same = {"context_length": 150, "prior": "laplace", "tokens": 900}
@@ -358,7 +358,7 @@ def test_an_extension_may_change_how_positions_come_in():
     assert three.training.total_steps == 3
     assert three.name == f"{BAM}, changed at 150: same length"
     assert recipe.longest_text == 600
-    # The scheme itself is as it was.
+    # The scheme itself is unchanged.
     assert recipe.schemes[BAM].logit_scale == "ssmax"
 
 
@@ -404,7 +404,7 @@ def test_a_sweep_reaches_into_extensions():
     assert recipe.extensions_of("ALiBi · length=450")["on"].context_length == 450
     assert recipe.extensions_of("ALiBi · scale=ssmax")["BAM"].positions.logit_scale == {"name": "ssmax", "init": 0.2}
     assert list(recipe.extensions_of("ALiBi · new=yes")) == ["BAM", "on", "new"]
-    # Where the base of a one-axis sweep has no such prior, it is named.
+    # If the base of a one-axis sweep has no such prior, the error names it.
     swept["sweep"] = {"schemes": ["ALiBi"], "axes": {"start": {"extensions.on.prior.init": ["uniform"]}}}
     with pytest.raises(ValueError, match=r"sweep\.axes\.start: .* 'ALiBi': it has no setting prior\.init"):
         _recipe({"schemes.ALiBi.extensions": ways, **swept})
@@ -441,12 +441,12 @@ def test_a_sweep_reaches_into_extensions():
         ),
     ],
 )
-def test_an_impossible_extension_is_named(extension, complaint):
+def test_invalid_extensions_are_named(extension, complaint):
     with pytest.raises(ValueError, match=complaint):
         _recipe({"schemes.ALiBi.extensions": {"longer": extension}})
 
 
-def test_ways_to_extend_have_names_and_folders_of_their_own():
+def test_extensions_have_distinct_names_and_folders():
     longer = {"context_length": 300}
     for ways, complaint in (
         ({"before": longer}, r"schemes\.ALiBi\.extensions\s.*an extension cannot be called 'before'"),
@@ -460,7 +460,7 @@ def test_ways_to_extend_have_names_and_folders_of_their_own():
         _recipe({"schemes.ALiBi.extensions": {"on": longer}, "schemes.ALiBi, extended to 300: on": {}})
 
 
-def test_the_extensions_of_the_results_cost_the_same():
+def test_published_extensions_have_equal_cost():
     path = Path(__file__).parents[3] / "recipes" / "results" / "extension.yaml"
     if not path.exists():
         pytest.skip("not a checkout of the project")
@@ -475,14 +475,14 @@ def test_the_extensions_of_the_results_cost_the_same():
             training = training.model_copy(update={"steps": trained["DroPE"].steps})
         assert training == trained["DroPE"]
     assert {extension.context_length for extension in ways.values()} == {512}
-    assert len({json.dumps(extension.positions.model_dump()) for extension in ways.values()}) == 8  # YaRN's are one
+    assert len({json.dumps(extension.positions.model_dump()) for extension in ways.values()}) == 8  # YaRN's are equal
     for way in longer:
         assert ways[way].positions == ways[way.removesuffix(", 4 × as long")].positions
 
 
 # ---- identities
 
-# Recorded before schemes had sizes, measurements, axes and extensions of their own.
+# Recorded before schemes had their own sizes, measurements, axes and extensions.
 DEMO_IDENTITIES = {
     "BAM": "08044f7ead073b43ef9d3485a129c16135ca19bbb0d5a21f5363f1504406997d",
     "BAM+SSMax": "208ca4f32756784720ae1f66c9a209ac79a7ce405abe4e1bae2fecbaf9c6a182",
@@ -493,7 +493,7 @@ DEMO_IDENTITIES = {
 
 
 def _identities(recipe: Recipe, scheme: str, seed: int = 3) -> dict[Path, dict[str, Any]]:
-    """Identities of a run and its extensions, with a corpus and a tokenizer that need not be there."""
+    """Return the identities of a run and its extensions, with a fictitious corpus and tokenizer."""
     study = object.__new__(DecoderStudy)
     study.recipe = recipe
     hashes = {"corpus_fingerprint": "corpus", "tokenizer_fingerprint": "tokenizer"}
@@ -505,14 +505,14 @@ def _identity(recipe: Recipe, scheme: str, seed: int = 3) -> dict[str, Any]:
     return next(iter(_identities(recipe, scheme, seed).values()))
 
 
-def test_the_demos_runs_keep_their_identities():
+def test_runs_of_the_demo_keep_their_identities():
     demo = Path(__file__).parents[3] / "recipes" / "demo.yaml"
     if not demo.exists():
         pytest.skip("not a checkout of the project")
     recipe, found = decoder_recipe(demo), {}
     for name in recipe.schemes:
         described = _identity(recipe, name, 0)
-        # These came later. What is not set is the same as what is not there to check_same_recipe.
+        # These keys were added later. For check_same_recipe, an unset key equals a missing key.
         training = described["training"]
         later = {
             "training": [
@@ -524,13 +524,13 @@ def test_the_demos_runs_keep_their_identities():
         }
         for section, keys in later.items():
             assert [described[section].pop(key) for key in keys] == [None] * len(keys)
-        # There was a section with these once, which said nothing in the demo.
+        # An earlier version had a section with these keys, without effect in the demo.
         described["scheme"]["at_evaluation"] = {"window": None, "base_multiplier": None}
         found[name] = hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()
     assert found == DEMO_IDENTITIES
 
 
-def test_the_identity_of_a_run_does_not_depend_on_how_its_scheme_was_written():
+def test_identities_do_not_depend_on_the_notation_of_a_scheme():
     written = _recipe({"schemes.ALiBi.model": {"hidden_size": 8}})
     swept = _recipe({"sweep": {"schemes": ["ALiBi"], "axes": {"size": {"model.hidden_size": [8]}}}})
     one = _identity(written, "ALiBi")

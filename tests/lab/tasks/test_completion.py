@@ -1,4 +1,4 @@
-"""How a model goes on with a genome: what is drawn, what it is compared with, and what is kept."""
+"""Completion of a genome by a model: random draws, measurements, and stored results."""
 
 import json
 import random
@@ -52,7 +52,7 @@ def subject(tmp_path_factory: pytest.TempPathFactory) -> Subject:
 @pytest.fixture(scope="module")
 def genome(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("fasta") / "genome.fa"
-    # The second record's unknown bases are where the truth of its first piece would stand.
+    # The second record has unknown bases in place of the true continuation of its first piece.
     path.write_text(f">one\n{drawn(700, 1)}\n>two\n{drawn(200, 2)}NNNN{drawn(400, 3)}\n>three\n{drawn(150, 4)}\n")
     return path
 
@@ -64,11 +64,11 @@ def plan(genome: Path, **changes: Any) -> EvaluationPlan:
 
 @pytest.fixture(scope="module")
 def whole(subject: Subject, genome: Path, tmp_path_factory: pytest.TempPathFactory) -> Summary:
-    """An evaluation of every piece in one go."""
+    """Return an evaluation of every piece in one call."""
     return evaluate(subject, plan(genome), tmp_path_factory.mktemp("whole"), chunk=64)
 
 
-# ---- what is measured
+# ---- measurements
 
 
 @given(text=BASES, window=st.integers(1, 30))
@@ -80,7 +80,7 @@ def test_the_trajectory_is_the_share_of_each_window(text: str, window: int):
 
 
 @given(text=BASES, seed=st.integers(0, 99))
-def test_identity_and_correlation(text: str, seed: int):
+def test_identity_and_correlation_of_known_continuations(text: str, seed: int):
     other = drawn(len(text), seed)
     assert identity(text, other) == sum(a == b for a, b in zip(text, other, strict=True)) / len(text)
     assert identity(text, text) == 1
@@ -94,7 +94,7 @@ def test_identity_and_correlation(text: str, seed: int):
         assert gc_correlation(text, text) == pytest.approx(1)
 
 
-def test_chance_is_what_letters_of_the_same_frequencies_get():
+def test_chance_is_the_identity_of_random_letters():
     truth = "A" * 500 + "C" * 300 + "G" * 200
     assert chance_identity(truth) == pytest.approx(0.25 + 0.09 + 0.04)
     shuffled = list(truth)
@@ -127,15 +127,15 @@ def test_goat_figure_4c_one_prompt_cannot_tell_models_apart():
         (lambda: gc_trajectory("ACG", 4), "window must be from 1 to the number of bases, 3; it is 4"),
     ],
 )
-def test_what_cannot_be_compared_is_an_error(call: Any, problem: str):
+def test_incomparable_continuations_are_refused(call: Any, problem: str):
     with pytest.raises(ValueError, match=problem):
         call()
 
 
-# ---- what is drawn
+# ---- random draws
 
 
-def test_each_continuation_depends_on_its_own_generator_alone(subject: Subject):
+def test_continuations_depend_only_on_their_generator(subject: Subject):
     prompt = torch.randint(1, 5, (1, 20), generator=torch.Generator().manual_seed(0))
 
     def draw(*seeds: int) -> list[list[int]]:
@@ -149,7 +149,7 @@ def test_each_continuation_depends_on_its_own_generator_alone(subject: Subject):
     assert draw(9, 5)[1] == one
 
 
-def test_tokens_are_drawn_with_the_model_s_probabilities(subject: Subject):
+def test_tokens_are_drawn_with_the_models_probabilities(subject: Subject):
     prompt = torch.randint(1, 5, (1, 20), generator=torch.Generator().manual_seed(1))
     among = (1, 2, 4)
     count = 4000
@@ -168,7 +168,7 @@ def test_tokens_are_drawn_with_the_model_s_probabilities(subject: Subject):
 def test_pieces_are_completed_and_summarised(whole: Summary, tmp_path: Path):
     (completion,) = whole.completions
     texts = {"one": drawn(700, 1), "two": drawn(200, 2) + "NNNN" + drawn(400, 3)}
-    # Of 700 bases two pieces of 300; of 604 the second alone, as the first goes on with unknown bases.
+    # 700 bases have two pieces of 300. 604 bases have only the second, because unknown bases follow the first.
     assert [piece.document for piece in completion.pieces] == [
         "one:1-700[0:300]",
         "one:1-700[300:600]",
@@ -189,12 +189,12 @@ def test_pieces_are_completed_and_summarised(whole: Summary, tmp_path: Path):
     assert [path.name for path in figures] == ["genome_completion.png"]
 
 
-def test_more_trials_and_pieces_join_what_is_there(subject: Subject, genome: Path, whole: Summary, tmp_path: Path):
+def test_more_trials_and_pieces_extend_the_results(subject: Subject, genome: Path, whole: Summary, tmp_path: Path):
     evaluate(subject, plan(genome, trials=1, documents=2), tmp_path / "grown", chunk=64)
     before = (tmp_path / "grown" / "results.jsonl").read_text()
     grown = evaluate(subject, plan(genome), tmp_path / "grown", chunk=64)
     assert (tmp_path / "grown" / "results.jsonl").read_text().startswith(before)
-    # What is drawn for a piece depends on nothing else that is continued.
+    # Random draws for a piece do not depend on other pieces.
     assert grown.completions == whole.completions
     few = evaluate(subject, plan(genome, documents=2), tmp_path / "few", chunk=64).completions[0].pieces
     assert set(few) < set(grown.completions[0].pieces)
@@ -206,7 +206,7 @@ def test_more_trials_and_pieces_join_what_is_there(subject: Subject, genome: Pat
     assert summarize(kept).completions[0].identity > 0
 
 
-def test_what_cannot_be_completed_is_refused_before_any_work(subject: Subject, genome: Path, tmp_path: Path):
+def test_incompatible_settings_are_refused_before_any_work(subject: Subject, genome: Path, tmp_path: Path):
     with pytest.raises(ValueError, match=r"no document with 600 tokens followed by 200 known bases"):
         evaluate(subject, plan(genome, lengths=(100, 600)), tmp_path / "out")
     words = model_folders.save(model_folders.model("llama"), model_folders.tokenizer(), tmp_path / "llama")
@@ -215,7 +215,7 @@ def test_what_cannot_be_completed_is_refused_before_any_work(subject: Subject, g
     assert not (tmp_path / "out").exists()
 
 
-def test_there_is_nothing_to_draw_from_where_logits_are_not_finite(subject: Subject, genome: Path, tmp_path: Path):
+def test_logits_that_are_not_finite_are_refused(subject: Subject, genome: Path, tmp_path: Path):
     broken = Subject.load(subject.name)
     head: Any = broken.model.get_output_embeddings()
     torch.nn.init.constant_(head.weight, torch.inf)
@@ -223,7 +223,7 @@ def test_there_is_nothing_to_draw_from_where_logits_are_not_finite(subject: Subj
         evaluate(broken, plan(genome), tmp_path / "out")
 
 
-def test_bits_per_base(subject: Subject, genome: Path, tmp_path: Path):
+def test_losses_are_bits_per_base(subject: Subject, genome: Path, tmp_path: Path):
     summary = evaluate(subject, plan(genome, tasks=("perplexity_windows",)), tmp_path)
     (loss,) = summary.losses
     assert loss.bits == pytest.approx(np.log2(loss.perplexity))

@@ -1,4 +1,4 @@
-"""The copy-mixture task: what its rows are, and the best loss there is."""
+"""The copy-mixture task: its rows, and the optimal loss."""
 
 import itertools
 import math
@@ -24,7 +24,7 @@ def _samples(task: CopyMixture, length: int, count: int) -> tuple[torch.Tensor, 
 
 @given(length=st.integers(1, 40), lag=st.integers(1, 6), seed=st.integers(0, 1000))
 @settings(max_examples=examples(25))
-def test_copies_equal_what_they_copy(length, lag, seed):
+def test_copies_equal_their_source(length, lag, seed):
     task = CopyMixture(50, first=0.3, previous=0.4, lag=lag)
     tokens, kinds = task.sample(length, torch.Generator().manual_seed(seed))
     assert tokens.shape == kinds.shape == (length,)
@@ -44,8 +44,8 @@ def test_kinds_have_their_shares_and_noise_is_uniform():
     assert (noise / noise.sum()).tolist() == pytest.approx([0.25] * 4, abs=0.02)
 
 
-def test_the_first_and_the_previous_token_are_all_that_counts():
-    """The true distribution, counted: P(x_i | x_0, x_{i - 2}) is what optimal_token_losses() says it is."""
+def test_only_the_first_and_the_previous_token_matter():
+    """The empirical distribution P(x_i | x_0, x_{i - 2}) matches optimal_token_losses()."""
     task = CopyMixture(3, first=0.25, previous=0.35)
     tokens, _ = _samples(task, 4, 20000)
     losses = task.optimal_token_losses(tokens)
@@ -61,7 +61,7 @@ LENGTHS_AND_LAGS = [*itertools.product([2, 9], [1, 2, 3])]
 
 
 @pytest.mark.parametrize("length_and_lag", every_other_deep(LENGTHS_AND_LAGS, [(2, 2), (9, 1)]), ids=str)
-def test_the_closed_form_is_the_mean_of_a_simulation(length_and_lag):
+def test_the_closed_form_matches_a_simulation(length_and_lag):
     length, lag = length_and_lag
     task = CopyMixture(7, first=0.3, previous=0.45, lag=lag)
     tokens, kinds = _samples(task, length, 6000)
@@ -69,7 +69,7 @@ def test_the_closed_form_is_the_mean_of_a_simulation(length_and_lag):
     assert losses.shape == (6000, length - 1)
     for index, kind in enumerate((*COPY_KINDS, "all")):
         mine = losses if kind == "all" else losses[kinds[:, 1:] == index]
-        error = float(mine.std()) / math.sqrt(6000)  # losses of one row are correlated, so by rows
+        error = float(mine.std()) / math.sqrt(6000)  # losses within a row are correlated, so errors are by rows
         assert float(mine.mean()) == pytest.approx(expected[kind], abs=4 * error + 1e-9)
 
 
@@ -81,14 +81,14 @@ def test_no_predictor_is_better_than_the_optimum():
         assert float(other.optimal_token_losses(tokens).mean()) > best
 
 
-def test_a_long_row_tends_to_the_limit():
+def test_long_rows_approach_the_limit():
     task = CopyMixture(64, first=0.2, previous=0.4)
     far, farther = task.optimal_losses(100_000), task.optimal_losses(200_000)
     assert far == pytest.approx(farther, abs=1e-4)
     assert far["all"] > task.optimal_losses(8)["all"]  # the first tokens of a row are easier
 
 
-def test_rows_are_functions_of_seed_and_index_alone():
+def test_rows_depend_only_on_seed_and_index():
     def rows(seed: int, count: int) -> CopyMixtureRows:
         return CopyMixtureRows(CopyMixture(), context_length=32, num_rows=count, seed=seed)
 
@@ -99,7 +99,7 @@ def test_rows_are_functions_of_seed_and_index_alone():
     assert not torch.equal(forwards[0], rows(4, 8)[0]["input_ids"])
 
 
-def test_rows_are_rows_for_training():
+def test_rows_have_the_format_of_training_rows():
     rows = CopyMixtureRows(CopyMixture(), context_length=32, num_rows=4, seed=0)
     assert len(rows) == 4
     batch = collate_rows([rows[index] for index in range(4)])
@@ -121,12 +121,12 @@ def test_rows_are_rows_for_training():
         ({"lag": 0}, "lag must be at least 1 token; it is 0"),
     ],
 )
-def test_impossible_tasks_are_refused(arguments: dict[str, Any], complaint: str):
+def test_invalid_tasks_are_refused(arguments: dict[str, Any], complaint: str):
     with pytest.raises(ValueError, match=re.escape(complaint)):
         CopyMixture(**arguments)
 
 
-def test_impossible_rows_are_refused():
+def test_invalid_rows_are_refused():
     with pytest.raises(ValueError, match="context_length must be at least 2 tokens; it is 1"):
         CopyMixtureRows(CopyMixture(), context_length=1, num_rows=1, seed=0)
     with pytest.raises(ValueError, match="num_rows must be at least 1; it is 0"):

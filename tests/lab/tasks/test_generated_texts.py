@@ -100,7 +100,7 @@ def _digest(texts: Texts) -> str:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_texts_are_the_recorded_ones(
+def test_texts_match_the_recorded_hashes(
     case: str, tokenizer: PreTrainedTokenizerFast, documents: tuple[Document, ...]
 ) -> None:
     recorded = json.loads(RECORDED.read_text(encoding="utf-8")) if RECORDED.exists() else {}

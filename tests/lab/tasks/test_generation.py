@@ -1,4 +1,4 @@
-"""Greedy answers against transformers' own."""
+"""Greedy answers against transformers' ``generate``."""
 
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ NEW = 12
 
 @pytest.fixture(scope="module")
 def models(folders: dict[str, Path]) -> dict[str, Any]:
-    # In float64, so that no two tokens are as likely as each other by rounding.
+    # Float64, so that rounding cannot make two tokens equally likely.
     return {kind: Subject.load(str(folders[kind])).model.double() for kind in model_folders.KINDS}
 
 
@@ -33,7 +33,7 @@ def _generated(model: Any, prompts: torch.Tensor, **options: Any) -> list[list[i
 
 @KINDS
 @pytest.mark.parametrize("chunk", [1, 7, 64])
-def test_greedy_is_what_generate_does(models: dict[str, Any], kind: str, chunk: int):
+def test_greedy_answers_match_generate(models: dict[str, Any], kind: str, chunk: int):
     for batch in (1, 3):
         expected = _generated(models[kind], _prompts(batch), eos_token_id=None)
         assert continue_texts(models[kind], _prompts(batch), NEW, chunk=chunk) == expected
@@ -41,7 +41,7 @@ def test_greedy_is_what_generate_does(models: dict[str, Any], kind: str, chunk: 
 
 
 @KINDS
-def test_a_text_ends_before_a_token_that_ends_it(models: dict[str, Any], kind: str):
+def test_texts_end_before_the_end_token(models: dict[str, Any], kind: str):
     prompts = _prompts(3)
     free = continue_texts(models[kind], prompts, NEW, chunk=16)
     stop = {free[0][4], free[1][0]}
@@ -53,7 +53,7 @@ def test_a_text_ends_before_a_token_that_ends_it(models: dict[str, Any], kind: s
     assert [row[:end] for row, end in zip(generated, ends, strict=True)] == found
 
 
-def test_logits_that_are_not_finite_answer_nothing(folders: dict[str, Path]):
+def test_logits_that_are_not_finite_give_no_answer(folders: dict[str, Path]):
     model: Any = Subject.load(str(folders["llama"])).model
     with torch.no_grad():
         model.lm_head.weight[7] = float("nan")
@@ -66,18 +66,18 @@ def test_logits_that_are_not_finite_answer_nothing(folders: dict[str, Path]):
             answer()
 
 
-def test_nothing_is_read_after_all_have_ended(models: dict[str, Any]):
+def test_generation_stops_when_all_texts_have_ended(models: dict[str, Any]):
     model, prompts = models["llama"], _prompts(2)
     first = {row[0] for row in continue_texts(model, prompts, 1, chunk=64)}
     passes: list[int] = []
     handle = model.register_forward_hook(lambda *args: passes.append(1))
     assert continue_texts(model, prompts, NEW, chunk=64, stop=first) == [[], []]
     handle.remove()
-    assert len(passes) == 2  # all but the last token of the prompts, and the last
+    assert len(passes) == 2  # all tokens of the prompts but the last, and the last
 
 
 @KINDS
-def test_forced_predictions_are_right_exactly_where_greedy_decoding_is(models: dict[str, Any], kind: str):
+def test_forced_predictions_match_greedy_decoding(models: dict[str, Any], kind: str):
     prompts = _prompts(3)
     free = torch.tensor(continue_texts(models[kind], prompts, 5, chunk=16))
     for chunk in (1, 3, 64):
@@ -88,7 +88,7 @@ def test_forced_predictions_are_right_exactly_where_greedy_decoding_is(models: d
     assert (found == wrong).all(1).tolist() == [True, False, True]
     assert (found == wrong)[1, :2].all()
     assert not (found == wrong)[1, 2]
-    # After a wrong token others may follow than greedy decoding gives: each is predicted after the ones given.
+    # After a wrong token, the next tokens may differ from greedy decoding: each prediction follows the given tokens.
     with torch.no_grad():
         logits = models[kind](torch.cat([prompts, wrong], dim=1)).logits[:, 39:-1]
     assert torch.equal(found, logits.argmax(-1))
@@ -100,7 +100,7 @@ def test_reading_is_reported(models: dict[str, Any]):
     assert read == [16, 32, 39, 40]
 
 
-def test_seeds_of_questions_have_nothing_in_common():
+def test_seeds_of_questions_are_distinct_and_spread():
     places = [
         (seed, length, depth, trial)
         for seed in (0, 1)
@@ -112,5 +112,5 @@ def test_seeds_of_questions_have_nothing_in_common():
     assert len(set(seeds)) == len(seeds)
     assert all(0 <= seed < 2**32 for seed in seeds)
     assert min(seeds) < 2**28 < 2**31 < max(seeds)
-    # The texts of a result are the same for ever.
+    # Published texts never change.
     assert text_seed("hashed", 0, 1024, 3, 0) == 2333925526

@@ -1,4 +1,4 @@
-"""Needle prompts against lm-evaluation-harness' copy of RULER's generator, run as it is installed."""
+"""Needle prompts against the installed lm-evaluation-harness copy of RULER's generator."""
 
 import importlib
 import json
@@ -38,7 +38,7 @@ ADJECTIVES = ["blue", "blue-eyed", "old", "ad hoc", "old", "old-fashioned", "x"]
 
 @pytest.fixture(scope="module")
 def reference() -> Iterator[ModuleType]:
-    """lm-eval's module, imported without the download that it starts and the six million words that it sorts."""
+    """Import lm-eval's module without its download and its sorting of six million words."""
     categories = {"nouns": NOUNS, "adjectives": ADJECTIVES, "verbs": []}
     for name in (PREPARE, UTILS):
         sys.modules.pop(name, None)
@@ -48,7 +48,7 @@ def reference() -> Iterator[ModuleType]:
         module = importlib.import_module(PREPARE)
         importlib.import_module(UTILS)
     yield module
-    for name in (PREPARE, UTILS):  # so that others get it with all its words
+    for name in (PREPARE, UTILS):  # later imports get it with all its words
         package, _, child = name.rpartition(".")
         delattr(sys.modules[package], child)
         del sys.modules[name]
@@ -56,7 +56,7 @@ def reference() -> Iterator[ModuleType]:
 
 @pytest.fixture(autouse=True)
 def _reference_as_ours(reference: ModuleType, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Our splitter and keys for the reference; the global generator left as it was."""
+    """Give the reference our splitter and keys, and restore the global generator afterwards."""
     monkeypatch.setattr(reference, "cached_sent_tokenize", RegexSplitter())
     monkeypatch.setattr(reference, "WORDS", key_words())
     state = random.getstate()
@@ -88,7 +88,7 @@ def _reference_arguments(settings: NeedleSettings, essay: Haystack) -> dict[str,
 
 
 def _reference_prompt(reference: ModuleType, settings: NeedleSettings, essay: Haystack, size: int):
-    """As NVIDIA's generator has it: the answer prefix in the template, the essay repeated."""
+    """Build the prompt as NVIDIA's generator does, with the answer prefix in the template and the essay repeated."""
     arguments = _reference_arguments(settings, essay)
     if settings.haystack == "essay":
         arguments["haystack"] *= -(-size // len(essay.words))
@@ -105,7 +105,7 @@ def _our_prompt(settings: NeedleSettings, essay: Haystack, size: int, rng: rando
 
 @pytest.mark.parametrize("size", [1, 5, 61, 700, 12_000])
 @pytest.mark.parametrize("name", NEEDLE_TASKS)
-def test_same_draws_give_the_same_prompt_and_answers(reference: ModuleType, essay: Haystack, name: str, size: int):
+def test_equal_draws_give_equal_prompts_and_answers(reference: ModuleType, essay: Haystack, name: str, size: int):
     settings = NEEDLE_TASKS[name]
     for seed in range(3 if size > 700 else 20):
         random.seed(seed)
@@ -115,7 +115,7 @@ def test_same_draws_give_the_same_prompt_and_answers(reference: ModuleType, essa
 
         assert ours.prompt == prompt
         assert draws.expected == answers
-        assert rng.getstate() == random.getstate()  # so that the next prompt is the same as well
+        assert rng.getstate() == random.getstate()  # equal states, so that the next prompt is equal too
         assert ours.prompt.endswith(ours.answer_prefix)
         assert all(value in prompt for value in answers)
 
@@ -129,7 +129,7 @@ def test_same_draws_give_the_same_prompt_and_answers(reference: ModuleType, essa
     counts=st.tuples(st.integers(1, 6), st.integers(1, 6)),
     data=st.data(),
 )
-def test_same_draws_give_the_same_prompt_for_any_settings(
+def test_equal_draws_give_equal_prompts_for_any_settings(
     reference: ModuleType, essay: Haystack, kinds: tuple[Any, Any, Any], counts: tuple[int, int], data: st.DataObject
 ):
     settings = NeedleSettings(*kinds, *counts, num_queries=data.draw(st.integers(1, counts[0])))
@@ -144,7 +144,7 @@ def test_same_draws_give_the_same_prompt_for_any_settings(
 
 
 def _ruler_size(reference: ModuleType, tokenizer: PreTrainedTokenizerFast, task: NeedleTask, essay: Haystack, length):
-    """RULER's search as it stands: every prompt made by the reference and tokenised whole."""
+    """Run RULER's own search, which builds every prompt by the reference and tokenises it whole."""
 
     def tokens(size: int) -> int:
         return len(tokenizer.tokenize(_reference_prompt(reference, task.settings, essay, size)[0]))
@@ -164,7 +164,7 @@ def _ruler_size(reference: ModuleType, tokenizer: PreTrainedTokenizerFast, task:
 
 @pytest.mark.parametrize("length", [2900, 4200])
 @pytest.mark.parametrize("name", NEEDLE_TASKS)
-def test_haystack_size_and_samples_are_rulers(
+def test_haystack_size_and_samples_match_ruler(
     reference: ModuleType, tokenizer: PreTrainedTokenizerFast, essay: Haystack, name: str, length: int
 ):
     task = NeedleTask(tokenizer, name, essay)
@@ -184,7 +184,7 @@ def test_haystack_size_and_samples_are_rulers(
 
 
 @pytest.mark.parametrize("name", NEEDLE_TASKS)
-def test_the_harness_own_samples_are_ours_from_its_draws(
+def test_our_samples_match_the_harness(
     reference: ModuleType,
     tokenizer: PreTrainedTokenizerFast,
     essay: Haystack,
@@ -219,7 +219,7 @@ def test_the_harness_own_samples_are_ours_from_its_draws(
 def test_the_files_of_a_folder_are_joined_as_the_reference_joins_essays(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    for downloader in ("bs4", "html2text", "httpx"):  # the module imports them; joining files needs none of them
+    for downloader in ("bs4", "html2text", "httpx"):  # the module imports them, but joining files needs none
         monkeypatch.setitem(sys.modules, downloader, MagicMock())
     essays = importlib.import_module("lm_eval.tasks.ruler.essays")
     for name, text in {"b.txt": "Second one.", "c.txt": "Third\n\none.\n", "a.txt": "\tThe first."}.items():
@@ -232,7 +232,7 @@ def test_the_files_of_a_folder_are_joined_as_the_reference_joins_essays(
     assert by_the_reference.words == ("", "The", "first.Second", "one.Third", "one.", "")
 
 
-def test_tasks_and_depths_are_the_harness_own(reference: ModuleType, monkeypatch: pytest.MonkeyPatch):
+def test_tasks_and_depths_match_the_harness(reference: ModuleType, monkeypatch: pytest.MonkeyPatch):
     niah_utils = sys.modules[UTILS]
     asked: list[dict[str, Any]] = []
     monkeypatch.setattr(niah_utils, "get_tokenizer", lambda _: None)
@@ -254,7 +254,7 @@ def test_tasks_and_depths_are_the_harness_own(reference: ModuleType, monkeypatch
     assert list(DEPTHS) == reference.DEPTHS
 
 
-def test_keys_are_the_reference_own_for_a_part_of_the_lists(reference: ModuleType, monkeypatch: pytest.MonkeyPatch):
+def test_keys_match_the_reference_for_a_part_of_the_lists(reference: ModuleType, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.undo()
     assert list(CompoundWords(ADJECTIVES, NOUNS)) == reference.WORDS
 
@@ -267,7 +267,7 @@ _LETTERS = st.text(alphabet="aB1 \n\té", max_size=4)
     noise=st.lists(_LETTERS, min_size=5, max_size=5),
     kept=st.lists(st.booleans(), min_size=4, max_size=4),
 )
-def test_scores_are_the_reference_own(expected: list[str], noise: list[str], kept: list[bool]):
+def test_scores_match_the_reference(expected: list[str], noise: list[str], kept: list[bool]):
     from lm_eval.tasks.ruler.common_utils import postprocess_pred, string_match_all
 
     said = [answer.swapcase() if keep else "" for answer, keep in zip(expected, kept, strict=False)]

@@ -37,7 +37,7 @@ def tasks(tokenizer: PreTrainedTokenizerFast, essay: Haystack) -> dict[str, Need
     return {name: NeedleTask(tokenizer, name, essay) for name in NEEDLE_TASKS}
 
 
-def test_a_prompt_reads_as_it_should(tokenizer: PreTrainedTokenizerFast):
+def test_prompts_have_the_documented_text(tokenizer: PreTrainedTokenizerFast):
     settings = NeedleSettings("essay", num_keys=2)
     task = NeedleTask(
         tokenizer, settings, Haystack("short", "It rains. The sun comes.\nAll  is well."), tokens_to_generate=16
@@ -63,7 +63,7 @@ def test_a_prompt_reads_as_it_should(tokenizer: PreTrainedTokenizerFast):
 
 @pytest.mark.parametrize("length", [650, 1500])
 @pytest.mark.parametrize("name", NEEDLE_TASKS)
-def test_samples_fit_below_rulers_smallest_haystack_as_well(
+def test_samples_fit_below_rulers_smallest_haystack(
     tokenizer: PreTrainedTokenizerFast, essay: Haystack, name: str, length: int
 ):
     task = NeedleTask(tokenizer, name, essay, tokens_to_generate=8)
@@ -78,7 +78,7 @@ def test_samples_fit_below_rulers_smallest_haystack_as_well(
 
 
 @pytest.mark.parametrize("name", NEEDLE_TASKS)
-def test_a_sample_depends_on_length_and_seed_alone(
+def test_samples_depend_only_on_length_and_seed(
     tokenizer: PreTrainedTokenizerFast, essay: Haystack, tasks: dict[str, NeedleTask], name: str
 ):
     first = tasks[name].sample(2900, 7)
@@ -90,7 +90,7 @@ def test_a_sample_depends_on_length_and_seed_alone(
 
 @given(depth=st.floats(0, 1), seed=st.integers(0, 2**40), units=st.integers(4, 60))
 @pytest.mark.parametrize("name", ONE_ANSWER)
-def test_a_given_depth_moves_one_needle_and_nothing_else(name: str, depth: float, seed: int, units: int):
+def test_a_given_depth_moves_only_one_needle(name: str, depth: float, seed: int, units: int):
     settings = NEEDLE_TASKS[name]
     haystack = [f"Sentence {index}." for index in range(units)]
     drawn = draw(settings, units, Random(seed))
@@ -117,7 +117,7 @@ def test_samples_at_a_depth_fit_and_differ_from_the_drawn_ones_in_depth(tasks: d
         assert moved.depths == (pytest.approx(30),)
         assert moved.expected[0] in moved.prompt
         same += moved.expected == drawn.expected
-    assert same >= 6  # the others were drawn again, as one of the two prompts did not fit
+    assert same >= 6  # the others were drawn again, because one of the two prompts was too long
 
 
 def test_depths_reach_both_ends(tasks: dict[str, NeedleTask]):
@@ -128,7 +128,7 @@ def test_depths_reach_both_ends(tasks: dict[str, NeedleTask]):
         assert end.prompt.rsplit("\n", 1)[0].rstrip().endswith(f"{end.expected[0]}.")
 
 
-def test_reported_depths_are_where_the_needles_stand(essay: Haystack, tasks: dict[str, NeedleTask]):
+def test_reported_depths_match_the_needles(essay: Haystack, tasks: dict[str, NeedleTask]):
     for name in NEEDLE_TASKS:
         settings = NEEDLE_TASKS[name]
         for seed in range(10):
@@ -141,7 +141,7 @@ def test_reported_depths_are_where_the_needles_stand(essay: Haystack, tasks: dic
                 assert set(sample.depths) <= set(DEPTHS)
 
 
-def test_keys_and_values_have_their_forms():
+def test_keys_and_values_have_their_formats():
     for name, settings in NEEDLE_TASKS.items():
         draws = draw(settings, 50, Random(5))
         keys = [*draws.keys, *(key for key, _ in draws.distractors)]
@@ -166,9 +166,9 @@ def test_compound_words_are_the_sorted_distinct_pairs(first: list[str], second: 
         words[len(listed)]
 
 
-def test_words_are_those_of_the_pinned_lists():
+def test_words_come_from_the_pinned_lists():
     words = key_words()
-    # Of 6782 nouns and 912 adjectives, two of them doubles. The digest is that of the reference's list, made in full.
+    # 6782 nouns and 912 adjectives, with two duplicates. The digest is that of the reference's full list.
     assert len(words) == 6782 * 910
     assert len(set(words[:20_000])) == 20_000
     digest = hashlib.sha256()
@@ -186,19 +186,17 @@ def test_words_are_those_of_the_pinned_lists():
         ("no end here", ["no end here"]),
     ],
 )
-def test_regex_splitter(text: str, sentences: list[str]):
+def test_the_regex_splitter_splits_sentences(text: str, sentences: list[str]):
     assert RegexSplitter()(text) == sentences
 
 
 @given(st.text(alphabet="aB. !\"'1", max_size=60).map(lambda text: " ".join(text.split())))
-def test_regex_splitter_loses_nothing_but_spaces(text: str):
+def test_the_regex_splitter_loses_only_spaces(text: str):
     assert " ".join(RegexSplitter()(text)) == text
 
 
-def test_punkt_splits_by_the_data_there_is(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tokenizer: PreTrainedTokenizerFast
-):
-    # The form of NLTK's own data: a language whose abbreviations are "dr" and "mr".
+def test_punkt_splits_by_its_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tokenizer: PreTrainedTokenizerFast):
+    # The format of NLTK's own data, with a language whose abbreviations are "dr" and "mr".
     folder = tmp_path / "tokenizers" / "punkt_tab" / "english"
     folder.mkdir(parents=True)
     for name, content in {
@@ -221,7 +219,7 @@ def test_punkt_splits_by_the_data_there_is(
         PunktSplitter("german")
 
 
-def test_tokens_are_counted_whatever_truncation_the_tokenizer_was_left_with(
+def test_token_counts_ignore_the_tokenizers_truncation(
     tokenizer: PreTrainedTokenizerFast, essay: Haystack, tasks: dict[str, NeedleTask]
 ):
     tokenizer("some text", truncation=True, max_length=16, padding="max_length")
@@ -232,13 +230,13 @@ def test_tokens_are_counted_whatever_truncation_the_tokenizer_was_left_with(
         tokenizer("some text")
 
 
-def test_a_tokenizer_without_a_fast_backend_counts_by_itself(essay: Haystack):
+def test_slow_tokenizers_count_tokens(essay: Haystack):
     tokenizer = ByT5Tokenizer()  # bytes
     sample = NeedleTask(tokenizer, "niah_multikey_1", essay).sample(1500, 0)
     assert 1300 < sample.length == len(sample.prompt.encode()) + 128 <= 1500
 
 
-def test_haystacks_are_read_whole(tmp_path: Path):
+def test_haystacks_are_read_in_full(tmp_path: Path):
     (tmp_path / "essays").mkdir()
     (tmp_path / "essays" / "b.txt").write_text("Second one. \n")
     (tmp_path / "essays" / "a.txt").write_text("The first\n\none.\t")
@@ -260,7 +258,7 @@ def test_haystacks_are_read_whole(tmp_path: Path):
     assert load_corpus("embedded").held_out[0].text.split()[:50] == [word for word in embedded.words if word][:50]
 
 
-def test_haystacks_that_cannot_be_read_are_errors(tmp_path: Path):
+def test_unreadable_haystacks_are_refused(tmp_path: Path):
     with pytest.raises(FileNotFoundError, match="nowhere"):
         load_haystack(tmp_path / "nowhere")
     (tmp_path / "blank.txt").write_text(" \n")
@@ -277,7 +275,7 @@ def test_haystacks_that_cannot_be_read_are_errors(tmp_path: Path):
         load_haystack(tmp_path / "binary.txt")
 
 
-def test_a_genome_is_a_haystack_of_its_bases_and_a_folder_says_what_it_leaves_out(tmp_path: Path):
+def test_genomes_are_haystacks_and_folders_list_skipped_files(tmp_path: Path):
     (tmp_path / "genome.fa").write_text(">chr1 human\nacgt\nACGT\n")
     (tmp_path / "latin.txt").write_bytes("Übermut.".encode("latin-1"))
     assert load_haystack(tmp_path / "genome.fa").words == ("ACGTACGT",)
@@ -287,21 +285,19 @@ def test_a_genome_is_a_haystack_of_its_bases_and_a_folder_says_what_it_leaves_ou
 
 
 @pytest.mark.parametrize(("kind", "keys", "lengths"), [("noise", 20, (3500, 3800)), ("needle", 10, (1800, 2100))])
-def test_haystacks_are_shortened_to_room_for_all_needles_at_least(
+def test_haystacks_keep_room_for_all_needles(
     tokenizer: PreTrainedTokenizerFast, kind: Any, keys: int, lengths: tuple[int, ...]
 ):
     task = NeedleTask(tokenizer, NeedleSettings(kind, num_keys=keys))
     for length in lengths:
-        assert keys < task.haystack_size(length) < 2 * keys  # one step shorter there is no room for all of them
+        assert keys < task.haystack_size(length) < 2 * keys  # one step shorter, the needles do not fit
         for seed in range(12):
             sample = task.sample(length, seed)
             assert sample.length <= length
             assert sample.prompt.count(" is: ") >= keys
 
 
-def test_wrong_arguments_are_errors_that_name_them(
-    tokenizer: PreTrainedTokenizerFast, essay: Haystack, tasks: dict[str, NeedleTask]
-):
+def test_invalid_arguments_are_named(tokenizer: PreTrainedTokenizerFast, essay: Haystack, tasks: dict[str, NeedleTask]):
     with pytest.raises(ValueError, match=r"task must be one of niah_single_1.*got 'niah_single_9'"):
         NeedleTask(tokenizer, "niah_single_9", essay)
     with pytest.raises(ValueError, match="haystack must be given for a task whose haystack is an essay"):

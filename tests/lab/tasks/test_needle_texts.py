@@ -29,12 +29,12 @@ from attention_priors.lab.tasks.needles.task import NeedleRetrieval
 from thoroughness import examples
 
 FREE = 128
-"""Tokens that evaluation keeps for an answer."""
+"""Number of tokens that evaluation reserves for an answer."""
 
 
 @pytest.fixture(scope="module")
 def essay(documents: tuple[Document, ...]) -> Haystack:
-    # White space at an end would be an empty word, as in RULER, which does not stay one where ends are joined.
+    # White space at an end would be an empty word, as in RULER, and would change where ends are joined.
     return Haystack("made up", " ".join(document.text for document in documents).strip())
 
 
@@ -48,7 +48,7 @@ def _seeded(seed: int) -> torch.Generator:
 
 
 @pytest.mark.parametrize("name", NEEDLE_TASKS)
-def test_a_text_is_what_evaluation_asks_and_the_answer_that_it_counts_as_right(
+def test_texts_are_the_questions_of_evaluation_with_right_answers(
     tokenizer: PreTrainedTokenizerFast, essay: Haystack, texts: dict[str, NeedleTexts], name: str, tmp_path: Path
 ):
     (tmp_path / "essay.json").write_text(json.dumps({"text": essay.text}))
@@ -61,12 +61,12 @@ def test_a_text_is_what_evaluation_asks_and_the_answer_that_it_counts_as_right(
     for seed in range(12):
         text = texts[name].text(size, seed)
         if text.answer_start + FREE > length:
-            continue  # evaluation draws again what is too long
+            continue  # evaluation draws again if a text is too long
         same += 1
         question = asked.question(length, None, seed)
         assert torch.equal(text.prompt, question.prompt)
         assert text.answer.tolist().count(cast(int, tokenizer.eos_token_id)) == 1
-        assert int(text.answer[-1]) == tokenizer.eos_token_id  # where evaluation stops to read an answer
+        assert int(text.answer[-1]) == tokenizer.eos_token_id  # where evaluation stops reading an answer
         output = str(tokenizer.decode(text.answer[:-1]))
         assert asked.score(output, question.expected) == 1
         assert text.answer.numel() <= question.new_tokens or NEEDLE_TASKS[name].num_answers > 1
@@ -75,7 +75,7 @@ def test_a_text_is_what_evaluation_asks_and_the_answer_that_it_counts_as_right(
 
 @settings(max_examples=examples(5))
 @given(data=st.data())
-def test_an_essay_may_begin_at_any_word(
+def test_essays_may_begin_at_any_word(
     tokenizer: PreTrainedTokenizerFast, essay: Haystack, texts: dict[str, NeedleTexts], data: st.DataObject
 ):
     near_the_end = st.integers(len(essay.words) - 200, len(essay.words) - 1)
@@ -88,9 +88,7 @@ def test_an_essay_may_begin_at_any_word(
     assert torch.equal(text.tokens, NeedleTexts(tokenizer, name, turned).text(size, seed).tokens)
 
 
-def test_several_values_are_listed_as_the_question_lists_keys(
-    tokenizer: PreTrainedTokenizerFast, texts: dict[str, NeedleTexts]
-):
+def test_several_values_are_listed_like_keys(tokenizer: PreTrainedTokenizerFast, texts: dict[str, NeedleTexts]):
     task = NEEDLE_TASKS["niah_multiquery"]
     text = texts["niah_multiquery"].text(30, seed=5)
     a, b, c, d = draw(task, 1, Random(5)).expected
@@ -100,7 +98,7 @@ def test_several_values_are_listed_as_the_question_lists_keys(
 
 
 @pytest.mark.parametrize("name", NEEDLE_TASKS)
-def test_a_drawn_text_fills_the_length_that_is_asked_for(texts: dict[str, NeedleTexts], name: str):
+def test_drawn_texts_fill_the_requested_length(texts: dict[str, NeedleTexts], name: str):
     shortest = texts[name].shortest_text
     unit = {"noise": 0.1, "essay": 0.02, "needle": 0.15}[NEEDLE_TASKS[name].haystack]
     missing = []
@@ -114,7 +112,7 @@ def test_a_drawn_text_fills_the_length_that_is_asked_for(texts: dict[str, Needle
 
 @settings(max_examples=examples(25))
 @given(name=st.sampled_from(list(NEEDLE_TASKS)), seed=st.integers(0, 2**32), extra=st.integers(0, 50))
-def test_no_draw_is_too_long_for_a_short_length(texts: dict[str, NeedleTexts], name: str, seed: int, extra: int):
+def test_draws_fit_short_lengths(texts: dict[str, NeedleTexts], name: str, seed: int, extra: int):
     length = texts[name].shortest_text + extra
     text = texts[name].draw_text(length, _seeded(seed))
 
@@ -124,7 +122,7 @@ def test_no_draw_is_too_long_for_a_short_length(texts: dict[str, NeedleTexts], n
 
 
 @pytest.mark.parametrize("name", ["niah_single_1", "niah_single_2", "niah_multikey_2"])
-def test_needles_stand_at_all_depths_and_essays_begin_anywhere(
+def test_needles_have_all_depths_and_essays_begin_anywhere(
     tokenizer: PreTrainedTokenizerFast, texts: dict[str, NeedleTexts], name: str
 ):
     depths, beginnings = [], set()
@@ -156,7 +154,7 @@ def mixture(tokenizer: PreTrainedTokenizerFast, documents: tuple[Document, ...],
     return make
 
 
-def test_rows_begin_with_each_kind_as_often_as_stated(mixture, tokenizer: PreTrainedTokenizerFast):
+def test_rows_begin_with_each_kind_at_the_stated_ratio(mixture, tokenizer: PreTrainedTokenizerFast):
     rows = mixture()
     found = {1.0: 0, 3.0: 0, 5.0: 0, 7.0: 0}
     lengths = []
@@ -175,7 +173,7 @@ def test_rows_begin_with_each_kind_as_often_as_stated(mixture, tokenizer: PreTra
     assert 1250 < max(lengths) <= 1300
 
 
-def test_the_answer_has_its_weight_and_ends_the_text(mixture, tokenizer: PreTrainedTokenizerFast):
+def test_answers_have_their_weight_and_end_the_text(mixture, tokenizer: PreTrainedTokenizerFast):
     rows = mixture()
     for row in (rows[index] for index in range(100)):
         weights = row["loss_weights"]
@@ -194,7 +192,7 @@ def test_the_answer_has_its_weight_and_ends_the_text(mixture, tokenizer: PreTrai
         assert float(weights[own].sum()) == float(weights.max()) * len(answer) + int(own.sum()) - len(answer) - 1
 
 
-def test_a_row_is_a_function_of_seed_and_index(mixture):
+def test_rows_depend_only_on_seed_and_index(mixture):
     rows, again, other = mixture(), mixture(num_rows=900), mixture(seed=5)
     backwards = {index: again[index] for index in reversed(range(25))}
 
@@ -202,14 +200,14 @@ def test_a_row_is_a_function_of_seed_and_index(mixture):
     assert not torch.equal(rows[0]["input_ids"], other[0]["input_ids"])
 
 
-def test_workers_that_share_no_memory_make_the_same_rows(mixture):
+def test_workers_without_shared_memory_make_equal_rows(mixture):
     rows = mixture()
-    elsewhere = pickle.loads(pickle.dumps(rows))  # as a worker that is not forked gets it
+    elsewhere = pickle.loads(pickle.dumps(rows))  # as in a worker that is not forked
 
     assert all(torch.equal(rows[index]["input_ids"], elsewhere[index]["input_ids"]) for index in range(10))
 
 
-def test_ratios_above_one_are_an_error(mixture, texts: dict[str, NeedleTexts]):
+def test_ratios_above_one_are_refused(mixture, texts: dict[str, NeedleTexts]):
     shares = [RetrievalShare(texts["niah_single_1"], 0.7), RetrievalShare(texts["niah_single_2"], 0.5)]
     with pytest.raises(ValueError, match=r"the ratios of retrieval must sum to 1 at most; they sum to 1\.2"):
         mixture(retrieval=shares)
@@ -217,7 +215,7 @@ def test_ratios_above_one_are_an_error(mixture, texts: dict[str, NeedleTexts]):
     assert len(mixture(retrieval=thirds)) == 300
 
 
-def test_wrong_arguments_are_errors_that_name_them(
+def test_invalid_arguments_are_named(
     tokenizer: PreTrainedTokenizerFast, essay: Haystack, texts: dict[str, NeedleTexts], mixture
 ):
     shortest = texts["niah_multiquery"].shortest_text
@@ -240,7 +238,7 @@ def test_wrong_arguments_are_errors_that_name_them(
         NeedleTexts(without_end, "niah_single_1")
 
 
-def test_settings_of_ones_own_and_another_splitter_will_do(tokenizer: PreTrainedTokenizerFast, essay: Haystack):
+def test_custom_settings_and_splitters_work(tokenizer: PreTrainedTokenizerFast, essay: Haystack):
     class Halves(RegexSplitter):
         def __call__(self, text: str) -> list[str]:
             words = text.split(" ")

@@ -1,4 +1,4 @@
-"""Pass keys as a task of an evaluation: which texts are asked about, and what counts as right."""
+"""Pass keys as a task of an evaluation: texts and scores."""
 
 from collections.abc import Callable
 from typing import Any, cast
@@ -22,7 +22,7 @@ Make = Callable[..., PasskeyRetrieval]
 
 @pytest.fixture
 def make(tokenizer: PreTrainedTokenizerFast, documents: tuple[Document, ...]) -> Make:
-    """Makes a task for a model, with changes of the plan."""
+    """Build a task for a model, with changes of the plan."""
 
     def task(model: Any = None, *, chunk: int = 64, name: str = "passkey_corpus", **changes: Any) -> PasskeyRetrieval:
         settings = {"tasks": (name,), "lengths": (200,), "depths": 3, "seeding": "mixed", "corpus": "made up"}
@@ -50,7 +50,7 @@ def whole(question: Question) -> Tensor:
 
 
 @pytest.mark.parametrize("name", every_other_deep(SCHEMES, [*SCHEMES][::2]))
-def test_a_right_answer_is_what_generate_gives(name: str):
+def test_right_answers_match_generate(name: str):
     for seed in range(2):
         model = tiny_decoder(seed, **SCHEMES[name])
         prompt = random_text(seed, 20)[None]
@@ -81,22 +81,22 @@ def test_all_five_digits_must_be_right(make: Make, chunk: int):
         found = record(place)
         assert (found["score"], found["token_accuracy"]) == (0.0, 0.8)
         assert found["tokens_right"] == [index != place for index in range(200, 205)]
-    # The digits alone count.
+    # Only the digits count.
     assert record(*range(200))["score"] == 1
 
 
-def test_a_model_that_sees_little_finds_near_keys_alone(make: Make, corpus_task: PasskeyTexts):
+def test_a_short_sighted_model_finds_only_near_keys(make: Make, corpus_task: PasskeyTexts):
     length = corpus_task.minimum_length + 200
     found = ask(make(Copier(reach=10_000), trials=2), length)
     assert [(record["depth"], record["score"]) for record in found] == [(0.0, 1), (0.5, 1), (1.0, 1)] * 2
-    # The whole needle and question fit in the reach; half of the filler does not.
+    # The whole needle and question fit into the reach, but half of the filler does not.
     found = ask(make(Copier(reach=corpus_task.minimum_length + 50), trials=2), length)
     assert [(record["depth"], record["score"]) for record in found] == [(0.0, 0), (0.5, 0), (1.0, 1)] * 2
 
 
 @pytest.mark.parametrize("seeding", ["mixed", "hashed"])
 @pytest.mark.parametrize("name", ["passkey", "passkey_8", "passkey_corpus", "passkey_sentence"])
-def test_a_text_depends_on_its_seed_length_depth_and_trial_alone(make: Make, name: str, seeding: str):
+def test_texts_depend_only_on_seed_length_depth_and_trial(make: Make, name: str, seeding: str):
     digits = 8 if name == "passkey_8" else 5
 
     def read(*lengths: int, **changes: Any) -> list[list[int]]:
@@ -106,17 +106,17 @@ def test_a_text_depends_on_its_seed_length_depth_and_trial_alone(make: Make, nam
     both = read(310, 330, trials=2)
     assert [len(text) for text in both] == [310 + digits] * 6 + [330 + digits] * 6
     assert len({tuple(text) for text in both}) == 12
-    assert len({tuple(text[-digits:]) for text in both}) == 12  # pass keys of their own
+    assert len({tuple(text[-digits:]) for text in both}) == 12  # distinct pass keys
     assert read(330, trials=2) == both[6:]
     assert read(310, 330, trials=1) == both[:3] + both[6:9]
     others = read(310, 330, trials=2, seed=1)
     assert not any(one == other for one, other in zip(both, others, strict=True))
 
 
-def test_texts_of_comparisons_are_those_of_published_results(
+def test_texts_of_comparisons_match_published_results(
     make: Make, corpus_task: PasskeyTexts, sentence_task: PasskeyTexts
 ):
-    """``seeding="mixed"`` draws the text that ``PasskeyTexts`` makes of the published rule's seed."""
+    """``seeding="mixed"`` draws the text that ``PasskeyTexts`` makes from the published rule's seed."""
     for name, texts in (("passkey_corpus", corpus_task), ("passkey_sentence", sentence_task)):
         task = make(name=name)
         for index, question in enumerate(task.questions(200, units(task, 200))):

@@ -46,7 +46,7 @@ def test_lengths_answer_and_depth_are_exact(
 
 
 @pytest.mark.parametrize("extra", [0, 1, 50])
-def test_shortest_and_longer_texts_read_as_they_should(
+def test_shortest_and_longer_texts_have_the_documented_words(
     tokenizer: PreTrainedTokenizerFast, sentence_task: PasskeyTexts, extra: int
 ):
     sample = sentence_task.sample(sentence_task.minimum_length + extra, 1.0, _generator())
@@ -93,12 +93,12 @@ def test_corpus_filler_uses_all_of_its_documents_and_then_repeats_them(
         assert len(filler) == len(stream) + extra
         if extra == 0:
             assert tokenizer.decode(filler) == whole
-        # Whatever lies a whole corpus apart is the same.
+        # Tokens at a distance of a whole corpus are equal.
         assert torch.equal(filler[: -len(stream)], filler[len(stream) :])
         assert sorted(filler[: len(stream)].tolist()) == sorted(tokenizer.encode(whole))
 
 
-def test_decoys_overwrite_filler_alone_and_leave_the_length(tokenizer: PreTrainedTokenizerFast):
+def test_decoys_overwrite_only_filler_and_keep_the_length(tokenizer: PreTrainedTokenizerFast):
     plain, with_decoys = PasskeyTexts(tokenizer), PasskeyTexts(tokenizer, decoys=4)
     length = plain.minimum_length + 100
     runs = set()
@@ -116,13 +116,13 @@ def test_decoys_overwrite_filler_alone_and_leave_the_length(tokenizer: PreTraine
 
 
 @pytest.mark.parametrize("room", [0, 1, 3])
-def test_decoys_longer_than_the_filler_are_left_out(tokenizer: PreTrainedTokenizerFast, room: int):
+def test_decoys_longer_than_the_filler_are_omitted(tokenizer: PreTrainedTokenizerFast, room: int):
     task = PasskeyTexts(tokenizer, decoys=6)
     for seed in range(20):
         assert len(task.sample(task.minimum_length + room, 0.5, _generator(seed)).prompt) == task.minimum_length + room
 
 
-def test_decoys_that_begin_like_the_key(tokenizer: PreTrainedTokenizerFast):
+def test_decoys_may_begin_like_the_key(tokenizer: PreTrainedTokenizerFast):
     task = PasskeyTexts(tokenizer, decoys=4, decoy_overlap=1.0)
     length = task.minimum_length + 100
     alike = equal = 0
@@ -140,12 +140,12 @@ def test_decoys_that_begin_like_the_key(tokenizer: PreTrainedTokenizerFast):
         again = task.sample(length, 0.5, _generator(seed))
         assert torch.equal(sample.tokens, again.tokens)
     assert alike > 30
-    # By chance, or where one decoy lies over another.
+    # By chance, or because one decoy overlaps another.
     assert equal <= 2
 
 
 @pytest.mark.parametrize("overlap", [-0.1, 1.1, float("nan")])
-def test_overlap_outside_its_range_is_an_error(tokenizer: PreTrainedTokenizerFast, overlap: float):
+def test_overlaps_outside_their_range_are_refused(tokenizer: PreTrainedTokenizerFast, overlap: float):
     with pytest.raises(ValueError, match=f"decoy_overlap must be from 0 to 1; it is {overlap}"):
         PasskeyTexts(tokenizer, decoys=1, decoy_overlap=overlap)
 
@@ -155,7 +155,7 @@ def test_decoys_must_not_be_negative(tokenizer: PreTrainedTokenizerFast):
         PasskeyTexts(tokenizer, decoys=-1)
 
 
-def test_same_generator_gives_the_same_sample_and_others_differ(corpus_task: PasskeyTexts):
+def test_equal_generators_give_equal_samples_and_others_differ(corpus_task: PasskeyTexts):
     first, again, other = (corpus_task.sample(400, 0.4, _generator(seed)) for seed in (1, 1, 2))
 
     assert torch.equal(first.tokens, again.tokens)
@@ -163,7 +163,7 @@ def test_same_generator_gives_the_same_sample_and_others_differ(corpus_task: Pas
     assert not torch.equal(first.tokens[: first.needle_start], other.tokens[: first.needle_start])
 
 
-def test_keys_are_spread_evenly(sentence_task: PasskeyTexts):
+def test_keys_are_uniform(sentence_task: PasskeyTexts):
     generator = _generator()
     keys = torch.tensor([sentence_task.sample(sentence_task.minimum_length, 0.0, generator).key for _ in range(1800)])
 
@@ -173,7 +173,7 @@ def test_keys_are_spread_evenly(sentence_task: PasskeyTexts):
     assert counts.max() < 270
 
 
-def test_length_below_the_minimum_is_an_error_that_names_both(sentence_task: PasskeyTexts):
+def test_lengths_below_the_minimum_are_refused(sentence_task: PasskeyTexts):
     minimum = sentence_task.minimum_length
 
     with pytest.raises(ValueError, match=f"length must be at least.*{minimum}.*it is {minimum - 1}"):
@@ -181,12 +181,12 @@ def test_length_below_the_minimum_is_an_error_that_names_both(sentence_task: Pas
 
 
 @pytest.mark.parametrize("depth", [-0.01, 1.01, float("nan")])
-def test_depth_outside_its_range_is_an_error(sentence_task: PasskeyTexts, depth: float):
+def test_depths_outside_their_range_are_refused(sentence_task: PasskeyTexts, depth: float):
     with pytest.raises(ValueError, match=f"depth must be from 0 to 1; it is {depth}"):
         sentence_task.sample(500, depth, _generator())
 
 
-def test_filler_is_left_as_it_was(tokenizer: PreTrainedTokenizerFast, documents: tuple[Document, ...]):
+def test_filler_is_unchanged(tokenizer: PreTrainedTokenizerFast, documents: tuple[Document, ...]):
     stream = token_stream(tokenizer, documents)
     before = stream.tokens.clone()
     PasskeyTexts(tokenizer, stream, decoys=3).sample(400, 0.5, _generator())

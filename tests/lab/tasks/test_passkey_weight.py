@@ -1,4 +1,4 @@
-"""The attention that a pass key gets when it is asked for, of models of all kinds."""
+"""The attention that models of all kinds give to a requested pass key."""
 
 import json
 from pathlib import Path
@@ -21,7 +21,7 @@ PROMPT = torch.randint(0, model_folders.VOCABULARY, (90,), generator=torch.Gener
 
 @torch.no_grad()
 def at_once(model: Any, needle: tuple[int, int]) -> list[Tensor]:
-    """From one pass over the whole prompt."""
+    """Compute the weights from one pass over the whole prompt."""
     found: list[Tensor] = []
 
     def see(layer: LayerAttention) -> None:
@@ -34,7 +34,7 @@ def at_once(model: Any, needle: tuple[int, int]) -> list[Tensor]:
 
 @pytest.mark.parametrize("chunk", [7, 1000])
 @pytest.mark.parametrize("kind", model_folders.KINDS)
-def test_weights_are_those_of_the_whole_prompt(kind: str, chunk: int) -> None:
+def test_weights_match_one_pass_over_the_prompt(kind: str, chunk: int) -> None:
     model = model_folders.model(kind)
     for needle in ((20, 31), (0, 90)):
         found = torch.tensor(needle_weights(model, PROMPT, needle, chunk=chunk))
@@ -44,7 +44,7 @@ def test_weights_are_those_of_the_whole_prompt(kind: str, chunk: int) -> None:
 
 
 @pytest.mark.parametrize("needle", [(20, 31), (74, 80), (60, 90)])
-def test_keys_that_a_window_has_let_go_get_nothing(needle: tuple[int, int]) -> None:
+def test_keys_outside_the_window_have_weight_0(needle: tuple[int, int]) -> None:
     torch.manual_seed(0)
     sizes: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
     model = PriorDecoderForCausalLM(
@@ -61,7 +61,7 @@ def test_keys_that_a_window_has_let_go_get_nothing(needle: tuple[int, int]) -> N
     assert (found == 0).all() == (needle == (20, 31))
 
 
-def test_an_interrupted_task_goes_on(folders: dict[str, Path], tmp_path: Path) -> None:
+def test_interrupted_tasks_resume(folders: dict[str, Path], tmp_path: Path) -> None:
     subject = Subject.load(str(folders["ours"]))
 
     def asked(**changes: Any) -> EvaluationPlan:

@@ -1,4 +1,6 @@
-"""Pass keys for tokenizers that join digits, of other numbers of digits, in other words; and the texts of old."""
+"""Pass keys for tokenizers that join digits, with other numbers of digits and other words. Earlier texts are
+unchanged.
+"""
 
 import hashlib
 import itertools
@@ -16,7 +18,7 @@ from attention_priors.lab.tasks import PasskeyTexts
 from attention_priors.lab.tasks.passkey import WORDINGS
 from thoroughness import every_other_deep, examples
 
-# Of the texts that the task of five digits made before there were others.
+# Hash of the texts that the task made when five digits were the only choice.
 FIVE_DIGITS = "346af48b5a35fe8d993567bf6f880acaa837d8092385bdfcb75036bd2ee31f4f"
 
 
@@ -31,9 +33,9 @@ def _texts() -> list[str]:
 
 
 def _joining(kind: str, vocab_size: int) -> PreTrainedTokenizerFast:
-    """A byte-pair tokenizer that does not split digits."""
+    """Train a byte-pair tokenizer that does not split digits."""
     tokenizer = Tokenizer(models.BPE())
-    # Digits in threes from the left, and the space before them alone, as Llama 3 and others have it.
+    # Digits are joined in threes from the left, and the space before them is separate, as in Llama 3 and others.
     threes = pre_tokenizers.Split(Regex(r"\p{N}{1,3}| ?[^\s\p{L}\p{N}]+|[^\r\n\p{L}\p{N}]?\p{L}+|\s+"), "isolated")
     split, decoder = {
         "threes": (
@@ -61,7 +63,7 @@ JOINING = [*itertools.product(["words", "words and spaces before texts", "pieces
 
 
 @pytest.mark.parametrize("case", every_other_deep(JOINING, JOINING[::5]), ids=str)
-def test_lengths_are_exact_where_digits_are_joined(case: tuple[str, int, int]):
+def test_lengths_are_exact_with_joined_digits(case: tuple[str, int, int]):
     kind, vocab_size, digits = case
     tokenizer = _joining(kind, vocab_size)
     assert joins_digits(tokenizer)
@@ -77,7 +79,7 @@ def test_lengths_are_exact_where_digits_are_joined(case: tuple[str, int, int]):
                 assert len(sample.prompt) == sample.answer_start == length
                 assert len(str(sample.key)) == digits
                 assert str(tokenizer.decode(sample.answer)).strip() == str(sample.key)
-                # The sentence about the key stands where it should, and the question ends the text.
+                # The sentence about the key is at its depth, and the question ends the text.
                 text = str(tokenizer.decode(sample.tokens))
                 assert re.search(rf"The pass key is {sample.key}\. Remember it\. {sample.key} is the pass key\.", text)
                 assert text.endswith(f"What is the pass key? The pass key is {sample.key}")
@@ -87,11 +89,11 @@ def test_lengths_are_exact_where_digits_are_joined(case: tuple[str, int, int]):
                 first, last = (task.sample(length, end, _generator(seed)).needle_start for end in (0.0, 1.0))
                 assert sample.needle_start - first == round(depth * (last - first))
     if digits > 1 and vocab_size > 300:
-        assert len(sizes) > 1  # or nothing here is joined
+        assert len(sizes) > 1  # otherwise, nothing here is joined
 
 
 @pytest.mark.parametrize("vocab_size", [300, 1500])
-def test_tokenizers_that_keep_neither_case_nor_line_ends(vocab_size: int):
+def test_tokenizers_may_drop_case_and_line_ends(vocab_size: int):
     tokenizer = _joining("small letters", vocab_size)
     stream = token_stream(tokenizer, [Document(name, " ".join(_texts()[:20])) for name in "ab"])
     for filler in (None, stream):
@@ -103,12 +105,12 @@ def test_tokenizers_that_keep_neither_case_nor_line_ends(vocab_size: int):
         assert text.endswith(f"whatisthepasskey?thepasskeyis{sample.key}")
 
 
-def test_a_key_must_not_be_one_token_with_the_words_before_it():
+def test_keys_must_not_share_a_token_with_the_words_before():
     with pytest.raises(ValueError, match="joins a pass key to the words before it"):
         PasskeyTexts(_joining("anything", 1500))
 
 
-def test_a_tokenizer_that_joins_digits_is_not_to_train_with():
+def test_training_needs_a_tokenizer_that_splits_digits():
     with pytest.raises(ValueError, match=r"decoys=2 need a tokenizer that .* tokenizer '' joins digits"):
         PasskeyTexts(_joining("words", 400), decoys=2)
     task = PasskeyTexts(_joining("words", 400))
@@ -117,7 +119,7 @@ def test_a_tokenizer_that_joins_digits_is_not_to_train_with():
 
 
 @pytest.mark.parametrize("digits", [1, 4, 8, 9])
-def test_other_numbers_of_digits(tokenizer: PreTrainedTokenizerFast, digits: int):
+def test_numbers_of_digits_can_be_chosen(tokenizer: PreTrainedTokenizerFast, digits: int):
     task = PasskeyTexts(tokenizer, digits=digits)
     keys = set()
     for seed in range(40):
@@ -132,12 +134,12 @@ def test_other_numbers_of_digits(tokenizer: PreTrainedTokenizerFast, digits: int
 
 
 @pytest.mark.parametrize("digits", [0, 10, -1])
-def test_digits_outside_their_range(tokenizer: PreTrainedTokenizerFast, digits: int):
+def test_numbers_of_digits_outside_their_range_are_refused(tokenizer: PreTrainedTokenizerFast, digits: int):
     with pytest.raises(ValueError, match=f"digits must be from 1 to 9; it is {digits}"):
         PasskeyTexts(tokenizer, digits=digits)
 
 
-def test_wordings(tokenizer: PreTrainedTokenizerFast):
+def test_wordings_can_be_chosen(tokenizer: PreTrainedTokenizerFast):
     short, long = (PasskeyTexts(tokenizer, wording=name) for name in ("short", "long"))
     assert long.minimum_length > short.minimum_length
     text = str(tokenizer.decode(long.sample(long.minimum_length, 0.0, _generator(0)).tokens))
@@ -148,7 +150,7 @@ def test_wordings(tokenizer: PreTrainedTokenizerFast):
         PasskeyTexts(tokenizer, wording="loud")
 
 
-def test_texts_of_five_digits_are_what_they_were():
+def test_texts_of_five_digits_are_unchanged():
     documents = [
         Document(str(index), "".join(f"Line {index * 100 + line} of a text.\n" for line in range(60)))
         for index in range(4)

@@ -1,4 +1,4 @@
-"""Losses of tokens by position, and the texts that each perplexity task reads."""
+"""Losses of tokens by position, and the texts of each perplexity task."""
 
 import pytest
 import torch
@@ -11,13 +11,13 @@ from attention_priors.lab.tasks.perplexity import binned, position_bins, token_l
 
 
 @given(length=st.integers(2, 5000))
-def test_bins_cover_every_position_but_the_first_once(length: int):
+def test_bins_cover_every_position_except_the_first_once(length: int):
     bins = position_bins(length)
     assert [p for first, last in bins for p in range(first, last + 1)] == list(range(1, length))
     assert [first for first, _ in bins] == [2**k for k in range(len(bins))]
 
 
-def test_bins_of_a_short_text():
+def test_short_texts_have_bins():
     assert position_bins(1) == []
     assert position_bins(2) == [(1, 1)]
     assert position_bins(8) == [(1, 1), (2, 3), (4, 7)]
@@ -25,7 +25,7 @@ def test_bins_of_a_short_text():
 
 
 @pytest.mark.parametrize("name", SCHEMES)
-def test_losses_are_cross_entropies_whatever_the_chunk(name: str):
+def test_losses_are_cross_entropies_for_any_chunk(name: str):
     model, text = tiny_decoder(3, **SCHEMES[name]), random_text(0, 22)
     with torch.no_grad():
         logits = model(text[None], use_cache=False).logits[0, :-1].double()
@@ -35,7 +35,7 @@ def test_losses_are_cross_entropies_whatever_the_chunk(name: str):
         losses = token_losses(model, text, chunk=chunk, on_tokens=read.append)
         torch.testing.assert_close(losses, expected, rtol=1e-4, atol=1e-6)
         assert read == [*range(chunk, 21, chunk), 21]
-    # The token at position p is predicted from those before it.
+    # The token at position p is predicted from the tokens before it.
     sums = [(first, last, pytest.approx(expected[first - 1 : last].sum().item(), rel=1e-4))
             for first, last in ((1, 1), (2, 3), (4, 7), (8, 15), (16, 21))]  # fmt: skip
     assert binned(losses) == sums

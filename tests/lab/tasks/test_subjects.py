@@ -1,4 +1,4 @@
-"""The model under test: what is loaded, and what tells it from others."""
+"""The model under test: loading, and identity."""
 
 import json
 import shutil
@@ -23,7 +23,7 @@ from attention_priors.models.vision import PriorVisionConfig, PriorVisionForImag
 
 
 @pytest.mark.parametrize("kind", model_folders.KINDS)
-def test_the_fingerprint_is_of_the_model_and_not_of_its_folder(kind: str, folders: dict[str, Path], tmp_path: Path):
+def test_fingerprints_do_not_depend_on_the_folder(kind: str, folders: dict[str, Path], tmp_path: Path):
     found = Subject.load(str(folders[kind]))
     shutil.copytree(folders[kind], tmp_path / "elsewhere")
     assert Subject.load(str(tmp_path / "elsewhere")).identity() == found.identity()
@@ -32,7 +32,7 @@ def test_the_fingerprint_is_of_the_model_and_not_of_its_folder(kind: str, folder
 
 
 @pytest.mark.parametrize("kind", ["ours", "attached"])
-def test_the_fingerprint_changes_with_any_weight(kind: str, folders: dict[str, Path]):
+def test_fingerprints_change_with_any_weight(kind: str, folders: dict[str, Path]):
     model = Subject.load(str(folders[kind])).model
     seen = {model_fingerprint(model)}
     parameters = dict(model.named_parameters())
@@ -47,7 +47,7 @@ def test_the_fingerprint_changes_with_any_weight(kind: str, folders: dict[str, P
     assert model_fingerprint(model) in seen
 
 
-def test_models_that_cannot_be_read_in_chunks_are_refused(tmp_path: Path):
+def test_models_without_chunked_reading_are_refused(tmp_path: Path):
     sizes: dict[str, Any] = {"hidden_size": 16, "num_hidden_layers": 1, "vocab_size": model_folders.VOCABULARY}
     model = hf.MambaForCausalLM(hf.MambaConfig(**sizes, state_size=4))
     folder = model_folders.save(model, model_folders.tokenizer(), tmp_path / "mamba")
@@ -81,7 +81,7 @@ NOT_CAUSAL = {
 
 
 @pytest.mark.parametrize(("make", "complaint"), NOT_CAUSAL.values(), ids=NOT_CAUSAL)
-def test_models_of_other_kinds_are_named(make: Callable[[], Any], complaint: str, tmp_path: Path):
+def test_other_kinds_of_models_are_named(make: Callable[[], Any], complaint: str, tmp_path: Path):
     make().save_pretrained(tmp_path)
     with pytest.raises(ValueError, match=f"must be a causal language model, .*; got {complaint}"):
         Subject.load(str(tmp_path))
@@ -106,7 +106,7 @@ def _logits(model: Any) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("kind", ["priors", "peft", "both", "priors and a tokenizer"])
-def test_an_adapter_is_loaded_with_its_base_model(kind: str, base: Path, tmp_path: Path):
+def test_adapters_load_with_their_base_model(kind: str, base: Path, tmp_path: Path):
     folder, whole = tmp_path / "adapter", hf.AutoModelForCausalLM.from_pretrained(base)
     plain = _logits(whole)
     if kind != "peft":
@@ -129,7 +129,7 @@ def test_an_adapter_is_loaded_with_its_base_model(kind: str, base: Path, tmp_pat
 
 @pytest.mark.parametrize("base_name", [None, "nowhere/at all/base"])
 @pytest.mark.parametrize("load", [Subject.load, load_inspected])
-def test_an_adapter_without_its_base_model_says_what_to_do(
+def test_missing_base_models_are_named_with_the_cure(
     load: Callable[[str], Any], base_name: str | None, base: Path, tmp_path: Path
 ):
     _low_rank(hf.AutoModelForCausalLM.from_pretrained(base)).save_pretrained(str(tmp_path / "adapter"))
@@ -146,7 +146,7 @@ def test_an_adapter_without_its_base_model_says_what_to_do(
     assert "save both together: model.save_pretrained(OTHER)" in str(refusal.value)
 
 
-def test_an_adapter_that_cannot_be_merged_is_named(base: Path, tmp_path: Path):
+def test_adapters_that_cannot_be_merged_are_named(base: Path, tmp_path: Path):
     config = peft.PromptTuningConfig(task_type=peft.TaskType.CAUSAL_LM, num_virtual_tokens=2)
     adapted = peft.get_peft_model(hf.AutoModelForCausalLM.from_pretrained(base), config)
     adapted.save_pretrained(str(tmp_path / "adapter"))
@@ -154,7 +154,7 @@ def test_an_adapter_that_cannot_be_merged_is_named(base: Path, tmp_path: Path):
         Subject.load(str(tmp_path / "adapter"))
 
 
-def test_a_model_whose_logits_are_not_numbers_is_refused(tmp_path: Path):
+def test_models_with_non_finite_logits_are_refused(tmp_path: Path):
     model = model_folders.model("llama")
     with torch.no_grad():
         next(model.parameters()).fill_(float("nan"))
@@ -163,14 +163,14 @@ def test_a_model_whose_logits_are_not_numbers_is_refused(tmp_path: Path):
         Subject.load(str(folder))
 
 
-def test_the_fingerprint_changes_with_the_configuration(folders: dict[str, Path]):
+def test_fingerprints_change_with_the_config(folders: dict[str, Path]):
     model: Any = Subject.load(str(folders["llama"])).model
     before = model_fingerprint(model)
     model.config.rms_norm_eps *= 2
     assert model_fingerprint(model) != before
 
 
-def test_the_identity_changes_with_precision_tokenizer_and_the_end_of_texts(folders: dict[str, Path]):
+def test_identities_change_with_precision_tokenizer_and_end_token(folders: dict[str, Path]):
     subject = Subject.load(str(folders["llama"]))
     before = subject.identity()
     assert before["dtype"] == "float32"
@@ -188,7 +188,7 @@ def test_the_identity_changes_with_precision_tokenizer_and_the_end_of_texts(fold
     assert other.identity()["tokenizer"] != before["tokenizer"]
 
 
-def test_a_limit_that_a_tokenizer_was_saved_with_does_not_change_its_identity(folders: dict[str, Path]):
+def test_a_tokenizers_saved_length_limit_does_not_change_the_identity(folders: dict[str, Path]):
     subject = Subject.load(str(folders["llama"]))
     backend: Any = subject.tokenizer.backend_tokenizer  # pyright: ignore[reportAttributeAccessIssue]
     backend.enable_truncation(max_length=7)
@@ -196,7 +196,7 @@ def test_a_limit_that_a_tokenizer_was_saved_with_does_not_change_its_identity(fo
     assert subject.identity() == first
 
 
-def test_texts_begin_as_the_tokenizer_begins_them(folders: dict[str, Path]):
+def test_texts_begin_with_the_tokenizers_start_tokens(folders: dict[str, Path]):
     subject = Subject.load(str(folders["llama"]))
     assert subject.beginning().tolist() == []
     before = subject.identity()
@@ -209,12 +209,12 @@ def test_texts_begin_as_the_tokenizer_begins_them(folders: dict[str, Path]):
 
 
 @pytest.mark.parametrize("device", ["mps", "meta", "gpu", "cuda:99", ""])
-def test_devices_that_are_not_there(device: str, folders: dict[str, Path]):
+def test_missing_devices_are_refused(device: str, folders: dict[str, Path]):
     with pytest.raises(ValueError, match="device"):
         Subject.load(str(folders["gpt2"]), device=device)
 
 
-def test_a_model_that_lacks_weights_is_refused(folders: dict[str, Path], tmp_path: Path):
+def test_models_with_missing_weights_are_refused(folders: dict[str, Path], tmp_path: Path):
     from safetensors.torch import load_file, save_file
 
     folder = tmp_path / "broken"
@@ -228,7 +228,7 @@ def test_a_model_that_lacks_weights_is_refused(folders: dict[str, Path], tmp_pat
         Subject.load(str(folder))
 
 
-def test_a_tokenizer_of_more_tokens_than_the_model_is_refused(folders: dict[str, Path], tmp_path: Path):
+def test_tokenizers_larger_than_the_model_are_refused(folders: dict[str, Path], tmp_path: Path):
     folder = tmp_path / "unlike"
     shutil.copytree(folders["llama"], folder)
     words = AutoTokenizer.from_pretrained(folder)
@@ -238,8 +238,8 @@ def test_a_tokenizer_of_more_tokens_than_the_model_is_refused(folders: dict[str,
         Subject.load(str(folder))
 
 
-def test_a_model_without_a_tokenizer_is_refused(folders: dict[str, Path], tmp_path: Path):
-    for kind in ("gpt2", "llama"):  # for one of them transformers makes up an empty tokenizer
+def test_models_without_a_tokenizer_are_refused(folders: dict[str, Path], tmp_path: Path):
+    for kind in ("gpt2", "llama"):  # for one of them, transformers creates an empty tokenizer
         folder = tmp_path / kind
         shutil.copytree(folders[kind], folder, ignore=shutil.ignore_patterns("tokenizer*", "special*", "vocab*"))
         assert json.loads((folder / "config.json").read_text())["vocab_size"] == 400
@@ -248,7 +248,7 @@ def test_a_model_without_a_tokenizer_is_refused(folders: dict[str, Path], tmp_pa
 
 
 @pytest.mark.parametrize(("there", "name"), [(True, "cuda"), (False, "cpu")])
-def test_a_gpu_is_used_where_there_is_one(there: bool, name: str, monkeypatch: pytest.MonkeyPatch):
+def test_a_gpu_is_used_if_present(there: bool, name: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: there)
     monkeypatch.setattr("torch.cuda.device_count", lambda: int(there))
     assert device_named(None).type == name

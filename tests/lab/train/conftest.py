@@ -21,7 +21,7 @@ DECODER: dict[str, Any] = {
 
 @pytest.fixture(scope="session")
 def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder of text files."""
+    """Write a folder of text files."""
     draw = random.Random(0)
     words = ["".join(draw.choices("abcdefghijklmnoprstuvw", k=draw.randint(2, 8))) for _ in range(300)]
     folder = tmp_path_factory.mktemp("texts")
@@ -32,7 +32,7 @@ def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def recipe_of(texts: Path) -> Callable[..., dict[str, Any]]:
-    """A recipe that is trained in a second, with changes to its sections."""
+    """Return a recipe that trains in a second, with changes to its sections."""
 
     def make(**changes: Any) -> dict[str, Any]:
         recipe: dict[str, Any] = {
@@ -50,7 +50,7 @@ def recipe_of(texts: Path) -> Callable[..., dict[str, Any]]:
             "running": {"rows_at_a_time": 2},
         }
         for key, value in changes.items():
-            # Prepared tokens leave nothing to say of how text becomes tokens.
+            # With prepared tokens, a recipe must not say how text becomes tokens.
             sections = isinstance(value, dict) and key != "model" and "shards" not in value
             recipe[key] = recipe.get(key, {}) | value if sections else value
         return recipe
@@ -75,7 +75,7 @@ def write_recipe(recipe_of: Callable[..., dict[str, Any]], tmp_path: Path) -> Ca
 
 @pytest.fixture(scope="session")
 def finished(recipe_of: Callable[..., dict[str, Any]], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a finished training. Tests leave it as it is."""
+    """Return the folder of a finished training, which tests must not change."""
     output = tmp_path_factory.mktemp("runs") / "tiny"
     run_recipe(TrainRecipe.model_validate(recipe_of(validation={"every": 5, "tokens": 200})), output)
     return output

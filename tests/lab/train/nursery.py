@@ -1,4 +1,4 @@
-"""Carries out one recipe in child processes: first one that lives, then some that it kills at random moments."""
+"""Run one recipe in child processes: first one that finishes, then several that are killed at random moments."""
 
 import multiprocessing
 import random
@@ -16,7 +16,7 @@ from processes import COMPUTING, fork
 
 
 def start(recipe: Path, output: Path) -> tuple[BaseProcess, Connection]:
-    """Start a child that carries the recipe out; gives it, and where it tells of every step."""
+    """Start a child that runs the recipe. Return the process, and the stream in which it reports every step."""
     hearing, telling = multiprocessing.Pipe(duplex=False)
     process = fork(partial(_carry_out, recipe, output, telling), recipe.with_name("printed.txt"), COMPUTING)
     telling.close()
@@ -28,7 +28,7 @@ def _carry_out(recipe: Path, output: Path, telling: Connection) -> None:
 
 
 def hear(hearing: Connection, most: int | None = None) -> int:
-    """Return how many steps a child tells of until it ends, or until there are ``most``."""
+    """Count the steps that a child reports until it ends, or up to ``most``."""
     heard = 0
     try:
         while heard != most:
@@ -40,7 +40,7 @@ def hear(hearing: Connection, most: int | None = None) -> int:
 
 
 def let_live(recipe: Path, output: Path) -> None:
-    """Carry the recipe out in a child that nobody kills."""
+    """Run the recipe in a child that is not killed."""
     process, hearing = start(recipe, output)
     hear(hearing)
     process.join()
@@ -48,9 +48,9 @@ def let_live(recipe: Path, output: Path) -> None:
 
 
 def kill_at_random(recipe: Path, output: Path, kills: int, seed: int) -> list[dict[str, Any]]:
-    """Kill, and kill again, and let the last one live.
+    """Kill several children, then let one finish.
 
-    Returns for each child that was to be killed the step that it went on from, and how many it did.
+    Return for each child that should be killed the step from which it resumed, and its number of steps.
     """
     draw = random.Random(seed)
     folder = output / "checkpoints"
@@ -61,7 +61,7 @@ def kill_at_random(recipe: Path, output: Path, kills: int, seed: int) -> list[di
         process, hearing = start(recipe, output)
         heard = hear(hearing, draw.randint(0, 5))
         if kill % 2:
-            # Every other one while a checkpoint is written.
+            # Every second child is killed while it writes a checkpoint.
             deadline = time.monotonic() + 5
             while not staging.exists() and time.monotonic() < deadline:
                 time.sleep(0.0005)

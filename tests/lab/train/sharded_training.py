@@ -1,6 +1,6 @@
-"""Trainings whose parameters are sharded over two processes by FSDP2, beside the same ones on one.
+"""Trainings with parameters sharded over two processes by FSDP2, beside equal trainings on one process.
 
-See ``test_fsdp.py``; each process writes what it found to a file.
+``test_fsdp.py`` runs this program. Each process writes its results to a file.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def sharded(policy: MixedPrecisionPolicy, priors_apart: bool = True) -> Wrap:
 
 
 def by_accelerate(model: Any) -> None:
-    """As the Trainer does where accelerate runs FSDP2, which it does not on CPUs."""
+    """Shard as the Trainer does when accelerate runs FSDP2, which it does not on CPUs."""
     shard_priors(model)
     plugin = FullyShardedDataParallelPlugin(
         fsdp_version=2, auto_wrap_policy="transformer_based_wrap", transformer_cls_names_to_wrap=["DecoderLayer"]
@@ -66,7 +66,7 @@ def whole(tensor: Tensor) -> Tensor:
 
 
 def train(variant: str, wrap: Wrap | None, dtype: torch.dtype = torch.float32) -> dict[str, Any]:
-    """Losses, weights at the end, and the dtypes that a prior was computed from and that its optimiser has."""
+    """Return losses, final weights, and the dtypes in which a prior is computed and optimised."""
     model: PriorDecoderForCausalLM = tiny_decoder(**VARIANTS[variant])
     model.to(dtype)  # pyright: ignore[reportArgumentType]
     names = [name for name, _ in model.named_parameters() if "prior." in name or "logit_scale." in name]

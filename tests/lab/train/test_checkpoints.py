@@ -1,4 +1,4 @@
-"""Checkpoints are complete or absent; what is incomplete is refused, and nothing is lost by it."""
+"""Checkpoints are complete or absent. Incomplete ones are refused without loss of others."""
 
 import resource
 import shutil
@@ -36,7 +36,7 @@ def _write(folder: Path, step: int, content: bytes = b"weights") -> Path:
     return folder / staged.name
 
 
-def test_a_sealed_checkpoint_is_complete_and_the_newest_is_found(tmp_path):
+def test_the_newest_complete_checkpoint_is_found(tmp_path):
     assert last_complete(tmp_path) is None
     for step in (2, 10, 9):
         assert what_is_wrong(_write(tmp_path, step)) is None
@@ -70,13 +70,13 @@ def _change(path: Path) -> None:
         (lambda c: _change(c / "a.bin"), "the checksum of a.bin does not match the manifest"),
     ],
 )
-def test_an_incomplete_checkpoint_is_set_aside_for_the_one_before(tmp_path, damage, complaint):
+def test_incomplete_checkpoints_are_skipped_for_earlier_ones(tmp_path, damage, complaint):
     _write(tmp_path, 1)
     newest = _write(tmp_path, 2)
     damage(newest)
     messages: list[str] = []
     found = last_complete(tmp_path, messages.append)
-    if complaint is None:  # the line end alone is cut off
+    if complaint is None:  # only the line end is missing
         assert found == newest
         return
     assert found == tmp_path / "checkpoint-1"
@@ -86,14 +86,14 @@ def test_an_incomplete_checkpoint_is_set_aside_for_the_one_before(tmp_path, dama
     assert last_complete(tmp_path, lambda message: pytest.fail(message)) == found
 
 
-def test_a_step_that_is_written_again_replaces_what_was_there(tmp_path):
+def test_writing_a_step_again_replaces_its_checkpoint(tmp_path):
     _write(tmp_path, 3, b"old")
     again = _write(tmp_path, 3, b"new")
     assert (again / "a.bin").read_bytes() == b"new"
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-3"]
 
 
-def test_older_checkpoints_are_deleted_and_leftovers_swept(tmp_path):
+def test_older_checkpoints_and_leftovers_are_deleted(tmp_path):
     for step in (1, 2, 30, 4):
         _write(tmp_path, step)
     keep_last(tmp_path, 2)
@@ -104,7 +104,7 @@ def test_older_checkpoints_are_deleted_and_leftovers_swept(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint-30", "checkpoint-4"]
 
 
-def test_half_a_deletion_leaves_nothing_under_the_name(tmp_path, monkeypatch):
+def test_interrupted_deletions_leave_no_checkpoint(tmp_path, monkeypatch):
     checkpoint = _write(tmp_path, 1)
 
     def stop(path: Path, *args: Any, **kwargs: Any) -> None:
@@ -117,18 +117,18 @@ def test_half_a_deletion_leaves_nothing_under_the_name(tmp_path, monkeypatch):
     assert checkpoint_steps(tmp_path) == []
 
 
-# ---- in a training
+# ---- checkpoints of trainings
 
 
 def _train(model: PriorDecoderForCausalLM, folder: Path, observer: Observer | None = None) -> list[dict[str, float]]:
-    """Train as all trainings of this file do, with losses that are means over three steps; return them."""
+    """Train as all tests of this file do, with losses averaged over three steps, and return the losses."""
     running = RunningSettings(log_every=3)
     return train(model, Rows(12), tiny_settings(), folder, seed=5, running=running, observer=observer).history
 
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, torch.Tensor], list[dict[str, float]]]:
-    """Weights and losses of an uninterrupted training."""
+    """Return weights and losses of an uninterrupted training."""
     model = tiny_decoder()
     history = _train(model, tmp_path_factory.mktemp("whole"))
     assert [entry["step"] for entry in history] == [3, 6]
@@ -146,15 +146,15 @@ def two_checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def interrupted(two_checkpoints, tmp_path) -> Path:
-    """A training that has checkpoints of steps 2 and 4."""
+    """Return a training with checkpoints of steps 2 and 4."""
     return Path(shutil.copytree(two_checkpoints, tmp_path / "run"))
 
 
 def _resume(folder: Path, whole: tuple[Any, Any], seed: int = 99) -> tuple[list[int], list[str]]:
-    """Train to the end, which must be that of an uninterrupted training; return the steps and the messages."""
+    """Train to the end and check that the results equal an uninterrupted training. Return steps and messages."""
     steps: list[int] = []
     messages: list[str] = []
-    # Where there is a checkpoint, the weights that are handed in do not matter.
+    # If there is a checkpoint, the given weights do not matter.
     model = tiny_decoder(seed)
     history = _train(model, folder, Observer(on_step=steps.append, on_message=messages.append))
     assert furthest(weights_of(model), whole[0]) == 0
@@ -162,14 +162,14 @@ def _resume(folder: Path, whole: tuple[Any, Any], seed: int = 99) -> tuple[list[
     return steps, messages
 
 
-def test_an_interrupted_training_ends_as_an_uninterrupted_one(interrupted, whole):
-    """The sum of losses since the last log, here that of step 4, is in the checkpoint too."""
+def test_interrupted_trainings_match_uninterrupted_ones(interrupted, whole):
+    """A checkpoint includes the sum of losses since the last log, here of step 4."""
     assert _resume(interrupted, whole) == ([5, 6], [f"Resuming from {interrupted / 'checkpoint-4'}"])
-    # A finished one gives its weights again.
+    # A finished training returns its weights.
     assert _resume(interrupted, whole)[0] == []
 
 
-def test_without_a_checkpoint_an_interrupted_training_starts_anew(tmp_path, whole):
+def test_without_a_checkpoint_training_starts_again(tmp_path, whole):
     with pytest.raises(InterruptionError):
         _train(tiny_decoder(), tmp_path, stop_at(1))
     assert _resume(tmp_path, whole, seed=0) == ([1, 2, 3, 4, 5, 6], [])
@@ -185,7 +185,7 @@ DAMAGE: list[tuple[str, Callable[[Path], Any]]] = [
 
 
 @pytest.mark.parametrize("damaged", every_other_deep(DAMAGE, quick=DAMAGE[:1]), ids=lambda damaged: damaged[0])
-def test_a_damaged_checkpoint_is_refused_and_the_one_before_it_taken(interrupted, whole, damaged):
+def test_damaged_checkpoints_are_skipped_for_earlier_ones(interrupted, whole, damaged):
     name, damage = damaged
     damage(interrupted / "checkpoint-4" / name)
     steps, messages = _resume(interrupted, whole)
@@ -210,7 +210,7 @@ def _full_on_the_second(function: Callable[..., Any], error: Exception) -> Calla
 @pytest.mark.parametrize(
     "method", every_other_deep(["save_model", "_save_optimizer_and_scheduler", "_save_rng_state"], ["_save_rng_state"])
 )
-def test_a_full_disk_ends_the_training_with_the_last_good_state_on_disk(tmp_path, whole, monkeypatch, method):
+def test_a_full_disk_ends_training_with_the_last_checkpoint_intact(tmp_path, whole, monkeypatch, method):
     full = OSError(28, "No space left on device")
     with monkeypatch.context() as patch:
         patch.setattr(PriorTrainer, method, _full_on_the_second(getattr(PriorTrainer, method), full))
@@ -222,11 +222,11 @@ def test_a_full_disk_ends_the_training_with_the_last_good_state_on_disk(tmp_path
 
 
 @pytest.mark.parametrize("limit", [10_000, 30_000], ids=["weights", "moments"])
-def test_files_that_may_not_grow_end_the_training_in_the_same_way(interrupted, whole, limit):
-    """The system itself refuses to write, as at a quota; what libraries raise then is their own."""
+def test_a_file_size_limit_ends_training_with_the_last_checkpoint_intact(interrupted, whole, limit):
+    """The system itself refuses to write, as with a quota. Libraries raise their own errors then."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     largest = {path.name: path.stat().st_size for path in (interrupted / "checkpoint-4").iterdir()}
-    # One limit is reached by the weights, the other by the optimiser's moments.
+    # The weights reach one limit, and the optimiser's moments the other.
     assert largest["optimizer.pt"] > 30_000 > largest["model.safetensors"] > 10_000
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit, before[1]))
     try:
@@ -240,7 +240,7 @@ def test_files_that_may_not_grow_end_the_training_in_the_same_way(interrupted, w
 
 
 class _BadRows(Rows):
-    """One row's weights are not a number."""
+    """Rows of which one has NaN weights."""
 
     def __init__(self, count: int, bad: int) -> None:
         super().__init__(count)
@@ -253,14 +253,14 @@ class _BadRows(Rows):
         return row
 
 
-def test_a_loss_that_is_not_a_number_ends_the_training_before_it_is_saved(tmp_path, whole):
-    # Row 6 is read in step 4, whose end is the next checkpoint.
+def test_a_nan_loss_ends_training_before_it_is_saved(tmp_path, whole):
+    # Step 4 reads row 6, and the next checkpoint comes at its end.
     with pytest.raises(FloatingPointError, match=r"loss became nan at step 4; the last good checkpoint is .*-2"):
         train(tiny_decoder(), _BadRows(12, 6), tiny_settings(), tmp_path, seed=5, shuffle=False)
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-2"]
 
 
-def test_the_settings_say_how_many_checkpoints_are_kept(tmp_path):
+def test_settings_limit_the_number_of_checkpoints(tmp_path):
     running = RunningSettings(checkpoints_kept=1)
     train(tiny_decoder(), Rows(8), tiny_settings(steps=4), tmp_path, seed=5, running=running)
     assert checkpoint_steps(tmp_path) == [4]

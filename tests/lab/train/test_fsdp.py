@@ -1,4 +1,4 @@
-"""FSDP2 with our parameter groups on two processes, by gloo: the curve of one process, and priors in float32."""
+"""FSDP2 with our parameter groups on two gloo processes matches one process, with priors in float32."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from processes import run_ranks
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """What each process found."""
+    """Return the results of each process."""
     folder = tmp_path_factory.mktemp("sharded")
     run_ranks(partial(train_sharded, folder), folder, processes=2)
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
 
 
-# What is rounded to bfloat16 has another curve, but not one far away.
+# Rounding to bfloat16 changes the losses slightly.
 @pytest.mark.parametrize(
     ("name", "limit"),
     [
@@ -34,7 +34,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
         ("bfloat16 model", 2e-2),
     ],
 )
-def test_the_curve_is_that_of_one_process(found: list[dict[str, Any]], name: str, limit: float) -> None:
+def test_losses_match_one_process(found: list[dict[str, Any]], name: str, limit: float) -> None:
     for process in found:
         run = process[name]
         assert run["losses"] == pytest.approx(run["expected losses"], abs=limit)
@@ -51,8 +51,8 @@ def test_priors_are_computed_and_optimised_in_float32(found: list[dict[str, Any]
         assert process[name]["moments"] == ["torch.float32"]
 
 
-def test_without_a_group_of_their_own_priors_are_cast(found: list[dict[str, Any]]) -> None:
-    """The reason for shard_priors()."""
+def test_without_their_own_group_priors_are_cast(found: list[dict[str, Any]]) -> None:
+    """This cast is the reason for shard_priors()."""
     assert all(process["priors not apart"]["computed in"] == ["torch.bfloat16"] for process in found)
     assert all("uniform original parameter dtype" in process["refusals"]["two dtypes"] for process in found)
 
@@ -64,6 +64,6 @@ def test_priors_are_sharded_first_and_once(found: list[dict[str, Any]]) -> None:
 
 
 @pytest.mark.parametrize(("name", "value"), [("version", 1), ("cpu_ram_efficient_loading", True)])
-def test_recipes_that_would_not_leave_priors_apart_are_refused(name: str, value: Any) -> None:
+def test_recipes_that_shard_priors_with_layers_are_refused(name: str, value: Any) -> None:
     with pytest.raises(ValueError, match=f"running.fsdp: {name} must be"):
         check_machinery(tiny_settings(), RunningSettings(fsdp={name: value}))

@@ -1,4 +1,4 @@
-"""Runs that are killed without warning end as if they had not been."""
+"""Runs that are killed without warning have the results of uninterrupted ones."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -12,9 +12,9 @@ from thoroughness import DEEP
 KILLS, STEPS = (10, 42) if DEEP else (6, 27)
 
 
-def test_kills_at_random_moments_change_nothing(write_recipe: Callable[..., Path], tmp_path):
+def test_kills_at_random_moments_change_no_result(write_recipe: Callable[..., Path], tmp_path):
     recipe = write_recipe(
-        # Checkpoints so often that a good part of the kills comes while one is written.
+        # Checkpoints are so frequent that many kills come while one is written.
         training={"steps": STEPS, "checkpoint_steps": 2, "tokens_per_step": 48},
         running={"log_every": 3},
         validation={"every": 15, "tokens": 200},
@@ -22,7 +22,7 @@ def test_kills_at_random_moments_change_nothing(write_recipe: Callable[..., Path
     let_live(recipe, tmp_path / "whole")
     lives = kill_at_random(recipe, tmp_path / "killed", KILLS, seed=1)
     assert len(lives) == KILLS
-    # The test is one of resuming: most children were killed, some while they wrote, and later ones went on from
+    # The test needs resumptions: most children were killed, some while they wrote, and later children resumed from
     # checkpoints.
     assert sum(life["killed"] for life in lives) >= KILLS // 2, lives
     assert any(life["half_written"] for life in lives), lives

@@ -1,4 +1,4 @@
-"""``extend``: what it writes, when it goes on, and what it refuses."""
+"""``extend``: written files, resumption, and errors."""
 
 import shutil
 from pathlib import Path
@@ -13,7 +13,7 @@ from attention_priors.lab.strict_yaml import RecipeError
 from attention_priors.lab.train import default_output, extend
 
 
-def test_a_model_is_extended_and_the_losses_written(finished, tmp_path):
+def test_models_are_extended_and_losses_written(finished, tmp_path):
     result = extend(finished, tmp_path / "long", length="2x", steps=8, learning_rate=0.003)
     assert (result["from"], result["to"], result["steps"]) == (24, 48, 8)
     assert result["loss"]["before"].keys() == result["loss"]["after"].keys() == {"24", "48"}
@@ -21,12 +21,12 @@ def test_a_model_is_extended_and_the_losses_written(finished, tmp_path):
     assert result == read_json(tmp_path / "long" / "extension.json")
     trained = read_json(tmp_path / "long" / "recipe.json")
     assert trained["training"]["context_length"] == 48
-    assert trained["training"]["tokens_per_step"] == 96  # as before
+    assert trained["training"]["tokens_per_step"] == 96  # unchanged
     again = extend(finished / "model", tmp_path / "long", length="48", steps=8, learning_rate=0.003)
     assert again == result
 
 
-def test_a_refused_extension_writes_nothing(finished, make_recipe, tmp_path):
+def test_refused_extensions_write_nothing(finished, make_recipe, tmp_path):
     options: dict[str, Any] = {"length": "2x", "steps": 2, "learning_rate": 0.003, "test_tokens": 200}
     interrupt(make_recipe(), tmp_path, 1)
     before = sorted(tmp_path.iterdir())
@@ -35,7 +35,7 @@ def test_a_refused_extension_writes_nothing(finished, make_recipe, tmp_path):
     assert sorted(tmp_path.iterdir()) == before
 
 
-def test_the_numbers_are_those_of_the_training_that_is_there(finished, tmp_path, monkeypatch):
+def test_losses_belong_to_the_present_training(finished, tmp_path, monkeypatch):
     base, output = Path(shutil.copytree(finished / "model", tmp_path / "base" / "model")), tmp_path / "long"
     options: dict[str, Any] = {"length": "48", "steps": 1, "learning_rate": 0.003, "tokens_per_step": 48}
     options |= {"data": finished / "data", "test_tokens": 200}
@@ -44,20 +44,20 @@ def test_the_numbers_are_those_of_the_training_that_is_there(finished, tmp_path,
     result = extend(base, output, **options)
     assert result["loss"]["before"].keys() == result["loss"]["after"].keys() == {"48"}
     assert result == read_json(output / "extension.json")
-    # They are not measured again, unless on another part of the text.
+    # Losses are not measured again, except on another part of the text.
     with monkeypatch.context() as patch:
         patch.setattr(extend_module, "mean_loss", lambda *arguments: pytest.fail("measured again"))
         assert extend(base, output, **options) == result
     less: dict[str, Any] = options | {"test_tokens": 100}
     assert extend(base, output, **less)["loss"] != result["loss"]
-    # And not answered with those of a model that is gone.
+    # Losses of a replaced model are not returned.
     weights = {name: tensor + 1 for name, tensor in load_file(base / "model.safetensors").items()}
     save_file(weights, base / "model.safetensors", {"format": "pt"})
     with pytest.raises(RecipeError, match=r"differs in fingerprints\.model\.pretrained"):
         extend(base, output, **options)
 
 
-def test_rows_at_a_time_of_an_extension_divide_a_step(finished, tmp_path):
+def test_rows_at_a_time_must_divide_a_step(finished, tmp_path):
     base = tmp_path / "base"
     for name in ("model", "data"):
         shutil.copytree(finished / name, base / name)
@@ -85,13 +85,13 @@ def test_rows_at_a_time_of_an_extension_divide_a_step(finished, tmp_path):
         ({"length": "2x", "learning_rate": -1}, "learning_rate must be a finite number above 0, got -1"),
     ],
 )
-def test_an_extension_that_cannot_be_is_an_error(finished, tmp_path, options, complaint):
+def test_invalid_extensions_are_refused(finished, tmp_path, options, complaint):
     with pytest.raises(ValueError, match=complaint):
         extend(finished, tmp_path / "long", steps=2, **options)
     assert not (tmp_path / "long").exists()
 
 
-def test_the_same_model_may_be_named_otherwise_and_be_moved(finished, tmp_path, monkeypatch):
+def test_models_may_be_moved_or_given_by_another_path(finished, tmp_path, monkeypatch):
     options: dict[str, Any] = {"length": "2x", "steps": 2, "learning_rate": 0.003, "test_tokens": 200}
     run = Path(shutil.copytree(finished, tmp_path / "run"))
     first = extend(run, run / "long", **options)
@@ -101,7 +101,7 @@ def test_the_same_model_may_be_named_otherwise_and_be_moved(finished, tmp_path, 
     assert extend(Path("renamed"), Path("renamed/long"), **options) == first
 
 
-def test_the_folder_one_stands_in(finished, tmp_path, monkeypatch):
+def test_the_current_folder_may_be_the_model(finished, tmp_path, monkeypatch):
     options: dict[str, Any] = {"length": "2x", "steps": 2, "test_tokens": 200}
     run = Path(shutil.copytree(finished, tmp_path / "run"))
     first = extend(run, tmp_path / "long", **options)
@@ -109,7 +109,7 @@ def test_the_folder_one_stands_in(finished, tmp_path, monkeypatch):
     assert extend(Path("."), tmp_path / "long", **options) == first
 
 
-def test_what_is_no_model_to_extend(finished, tmp_path):
+def test_other_folders_are_refused(finished, tmp_path):
     options: dict[str, Any] = {"length": "2x", "steps": 2}
     (tmp_path / "begun").mkdir()
     shutil.copy(finished / "recipe.json", tmp_path / "begun" / "recipe.json")
@@ -126,14 +126,14 @@ def test_what_is_no_model_to_extend(finished, tmp_path):
     assert not (tmp_path / "long").exists()
 
 
-def test_a_recipe_beside_a_model_imports_nothing(finished, tmp_path):
+def test_recipes_beside_a_model_import_no_plugins(finished, tmp_path):
     run = Path(shutil.copytree(finished, tmp_path / "run"))
     write_json(run / "recipe.json", read_json(run / "recipe.json") | {"plugins": ["no_such_module"]})
     with pytest.raises(ValueError, match="length must be above the model's training length, 24 tokens"):
         extend(run, tmp_path / "long", length="12", steps=2)
 
 
-def test_where_an_extension_goes(finished, tmp_path):
+def test_extensions_have_default_output_folders(finished, tmp_path):
     assert default_output(finished, "2x") == finished / "extended-2x"
     assert default_output(finished / "model", "2x") == finished / "extended-2x"
     assert default_output(tmp_path / "llama", "4096") == tmp_path / "llama-extended-4096"

@@ -21,7 +21,7 @@ MODELS: dict[str, dict[str, Any]] = {
 
 
 def _by_name(model: nn.Module, **settings: Any) -> dict[str, dict[str, Any]]:
-    """For each parameter's name, the group that holds it."""
+    """Return the group of each parameter, by name."""
     names = {parameter: name for name, parameter in model.named_parameters()}
     groups = parameter_groups(model, tiny_settings(**settings))
     return {names[parameter]: group for group in groups for parameter in group["params"]}
@@ -36,7 +36,7 @@ def test_every_trainable_parameter_is_in_exactly_one_group(changes):
 
 
 @pytest.mark.parametrize("changes", MODELS.values(), ids=MODELS.keys())
-def test_matrices_outside_of_priors_alone_decay(changes):
+def test_only_matrices_outside_of_priors_decay(changes):
     model = tiny_decoder(**changes)
     for name, group in _by_name(model, weight_decay=0.3).items():
         is_matrix = model.get_parameter(name).dim() > 1 and ".prior." not in f".{name}"
@@ -56,7 +56,7 @@ def test_priors_and_scales_have_multiples_of_the_learning_rate(changes):
         assert group["lr"] == pytest.approx(0.02 * multiplier), name
 
 
-def test_frozen_parameters_are_left_out():
+def test_frozen_parameters_are_omitted():
     model = tiny_decoder()
     model.model.embed_tokens.requires_grad_(False)
     names = set(_by_name(model))
@@ -65,7 +65,7 @@ def test_frozen_parameters_are_left_out():
     assert any("theta_alpha" in name for name in names)
 
 
-def test_a_model_of_another_kind_is_grouped_too():
+def test_other_kinds_of_models_are_grouped():
     class Mixed(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -85,7 +85,7 @@ def test_a_model_of_another_kind_is_grouped_too():
 
 
 @pytest.mark.parametrize(("name", "kind"), [("radam", torch.optim.RAdam), ("adamw", torch.optim.AdamW)])
-def test_weight_decay_is_decoupled_and_pulls_matrices_alone(name, kind):
+def test_weight_decay_is_decoupled_and_applies_to_matrices_only(name, kind):
     model = tiny_decoder()
     optimizer = make_optimizer(
         model, tiny_settings(optimizer=name, learning_rate=0.1, weight_decay=0.5, betas=(0.8, 0.9))
@@ -95,11 +95,11 @@ def test_weight_decay_is_decoupled_and_pulls_matrices_alone(name, kind):
     before = {key: parameter.detach().clone() for key, parameter in model.named_parameters()}
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
-    # Several steps: RAdam's first ones cannot tell the two kinds of decay apart.
+    # Several steps, because the first steps of RAdam do not distinguish the two kinds of decay.
     for _ in range(10):
         optimizer.step()
     for key, parameter in model.named_parameters():
-        # Without a gradient, decoupled decay multiplies by 1 - lr * decay; decay as a part of the gradient
-        # would move every number by about lr.
+        # Without a gradient, decoupled decay multiplies by 1 - lr * decay. Decay as a part of the gradient would move
+        # every number by about lr.
         factor = 0.95**10 if parameter.dim() > 1 else 1.0
         torch.testing.assert_close(parameter.detach(), before[key] * factor, msg=key)

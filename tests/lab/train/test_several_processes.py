@@ -1,4 +1,4 @@
-"""The same recipe on one process and on two: the same losses and the same weights."""
+"""One recipe on one process and on two gives equal losses and weights."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ TRAINING = {
     "prior_learning_rate_multiplier": 10.0,
 }
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
-# Without --multi_gpu, and with --cpu, it starts a single process, whatever --num_processes says.
+# Without --multi_gpu, and with --cpu, the launcher starts one process for any --num_processes.
 ACCELERATE = (
     sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes=2", "--num_machines=1",
     "--mixed_precision=no", "--dynamo_backend=no", "--main_process_port=0",
@@ -39,7 +39,7 @@ ACCELERATE = (
 
 
 def trained(launcher: tuple[str, ...] | None, recipe: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """Train by a command that starts the processes, or in our own; return what ``training.json`` says."""
+    """Train by a command that starts the processes, or in this process. Return the content of ``training.json``."""
     path = folder / f"{recipe['name']}.yaml"
     path.write_text(yaml.safe_dump(recipe))
     output = folder / recipe["name"]
@@ -59,7 +59,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def recipe(folder: Path) -> dict[str, Any]:
-    """A recipe whose tokens are prepared by the first training."""
+    """Return a recipe whose tokens the first training prepares."""
     generator = random.Random(0)
     words = ["".join(generator.choices("aeioustrnlm", k=generator.randint(1, 7))) for _ in range(200)]
     for number in range(30):
@@ -89,7 +89,7 @@ LAUNCHERS: list[tuple[str, tuple[str, ...] | None, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize("how", every_other_deep(LAUNCHERS, quick=LAUNCHERS[:1]), ids=lambda how: how[0])
-def test_two_processes_train_as_one_does(
+def test_two_processes_match_one(
     recipe: dict[str, Any],
     alone: dict[str, Any],
     folder: Path,

@@ -1,4 +1,4 @@
-"""Recipes of trainings: sizes that go together, the papers' models, and a page that names every key."""
+"""Training recipes: consistent sizes, the papers' models, and a page that documents every key."""
 
 from pathlib import Path
 
@@ -32,7 +32,7 @@ def test_steps_and_rows_follow_from_tokens():
         ({"warmup_steps": 6}, "warmup_steps=6 must be less than the 6 steps"),
     ],
 )
-def test_sizes_that_do_not_go_together_are_named(changes, complaint):
+def test_inconsistent_sizes_are_named(changes, complaint):
     with pytest.raises(ValidationError, match=complaint):
         tiny_settings(**changes)
 
@@ -41,7 +41,7 @@ def test_sizes_that_do_not_go_together_are_named(changes, complaint):
     ("rows", "at_a_time", "processes", "expected"),
     [(8, None, 1, (8, 1)), (8, None, 4, (2, 1)), (8, 2, 1, (2, 4)), (8, 2, 2, (2, 2)), (8, 2, 4, (2, 1))],
 )
-def test_a_steps_rows_are_shared_out(rows, at_a_time, processes, expected):
+def test_rows_of_a_step_are_distributed(rows, at_a_time, processes, expected):
     running = RunningSettings(rows_at_a_time=at_a_time)
     assert running.accumulation(tiny_settings(batch_size=rows), processes) == expected
 
@@ -54,33 +54,33 @@ def test_a_steps_rows_are_shared_out(rows, at_a_time, processes, expected):
         (None, 3, "8 rows a step cannot be divided evenly among 3 processes"),
     ],
 )
-def test_what_does_not_divide_is_an_error(at_a_time, processes, complaint):
+def test_indivisible_steps_are_refused(at_a_time, processes, complaint):
     with pytest.raises(ValueError, match=complaint):
         RunningSettings(rows_at_a_time=at_a_time).accumulation(tiny_settings(batch_size=8), processes)
 
 
-def test_sharding_on_a_cpu_is_an_error(monkeypatch):
+def test_sharding_on_a_cpu_is_refused(monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(ValueError, match=r"running\.fsdp needs CUDA devices"):
         check_machinery(tiny_settings(), RunningSettings(fsdp={}))
 
 
-def test_sharding_on_one_process_is_an_error(monkeypatch):
+def test_sharding_on_one_process_is_refused(monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     with pytest.raises(ValueError, match=r"running\.fsdp needs several processes"):
         check_machinery(tiny_settings(), RunningSettings(fsdp={}))
 
 
-def test_float16_on_a_cpu_is_an_error(monkeypatch):
+def test_float16_on_a_cpu_is_refused(monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     settings: TrainingSettings = tiny_settings(precision="float16")
     with pytest.raises(ValueError, match=r"training\.precision float16 needs a CUDA device"):
         check_machinery(settings, RunningSettings())
 
 
-def test_a_logger_that_is_not_installed_is_named(monkeypatch):
+def test_missing_loggers_are_named(monkeypatch):
     monkeypatch.setattr("attention_priors.lab.train.engine.find_spec", lambda name: None)
     with pytest.raises(ValueError, match=r"running\.report_to: wandb is not installed"):
         check_machinery(tiny_settings(), RunningSettings(report_to=("wandb",)))
@@ -104,7 +104,7 @@ def _prior_numbers(model: PriorDecoderForCausalLM) -> int:
     return sum(parameter.numel() for prior in priors for parameter in prior.parameters(recurse=False))
 
 
-# BAM, Table 1: millions of parameters in the embedding and in the rest, the prior's numbers, sizes, learning rate.
+# BAM, Table 1: millions of parameters in the embedding and elsewhere, numbers of the prior, sizes, learning rate.
 @pytest.mark.parametrize(
     ("name", "embedding", "rest", "prior", "sizes", "rate"),
     [
@@ -126,7 +126,7 @@ def test_bam_models_have_the_papers_sizes(name, embedding, rest, prior, sizes, r
         config.hidden_size,
         config.intermediate_size,
     ) == sizes
-    # θμ is there and does not train.
+    # θμ exists and does not train.
     trained = sum(p.numel() for n, p in model.named_parameters() if ".prior." in n and p.requires_grad)
     assert trained == prior * 2 // 3
 
@@ -142,7 +142,7 @@ def test_goats_model_has_the_papers_size():
     model, config = _model(recipe), _model(recipe).config
     assert int(model.num_parameters() / 1e5) == 1235
     assert (config.num_hidden_layers, config.num_attention_heads, config.hidden_size) == (12, 12, 768)
-    # Two matrices of 768 × 3072 each layer there, three of 768 × 2048 here.
+    # The paper has two matrices of 768 × 3072 per layer. This model has three of 768 × 2048.
     assert 3 * config.intermediate_size == 2 * 3072
     assert config.tie_word_embeddings
     training = recipe.training
@@ -153,7 +153,7 @@ def test_goats_model_has_the_papers_size():
     assert (training.context_length, training.precision) == (2048, "bfloat16")
 
 
-def test_goats_genome_model_is_its_text_model_on_bases():
+def test_goats_genome_model_matches_its_text_model():
     text, bases = _load("goat-125m"), _load("goat-dna-125m")
     assert text.model.decoder is not None
     assert bases.model.decoder is not None
@@ -168,7 +168,7 @@ def test_goats_genome_model_is_its_text_model_on_bases():
 
 @pytest.mark.parametrize("name", ["bam-120m", "bam-432m", "bam-1.1b", "goat-125m"])
 @pytest.mark.parametrize("processes", [1, 2, 4, 6])
-def test_steps_can_be_shared_out(name, processes):
+def test_steps_of_committed_recipes_can_be_distributed(name, processes):
     recipe = _load(name)
     if name == "goat-125m" and processes == 6:
         with pytest.raises(ValueError, match=r"32 rows a step .* on 6 processes"):
@@ -178,5 +178,5 @@ def test_steps_can_be_shared_out(name, processes):
     assert rows * passes * processes == recipe.training.rows_per_step
 
 
-def test_the_name_of_a_plugin_does_not_tell_runs_apart(make_recipe):
+def test_plugins_do_not_change_the_identity_of_a_run(make_recipe):
     assert make_recipe(plugins=["json"]).identity() == make_recipe().identity()

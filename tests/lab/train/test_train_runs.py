@@ -1,4 +1,4 @@
-"""``train``: what it writes, how it goes on, and what it refuses."""
+"""``train``: written files, resumption, and errors."""
 
 import math
 import shutil
@@ -33,7 +33,7 @@ def test_everything_is_written_beside_the_model(finished: Path, tmp_path: Path):
     training = read_json(finished / "training.json")
     assert training["steps"] == 12
     assert training["tokens"] == 12 * 96
-    assert training["prior_parameters"] == 2 * (2 * 2 + 2)  # as in results of compare: θα, β and s train, θμ does not
+    assert training["prior_parameters"] == 2 * (2 * 2 + 2)  # as in results of compare: θα, β and s train
     assert [entry["step"] for entry in training["history"]] == list(range(1, 13))
     assert [entry["step"] for entry in training["validation"]] == [5, 10, 12]
     assert training["history"][-1]["loss"] < training["history"][0]["loss"]
@@ -42,7 +42,7 @@ def test_everything_is_written_beside_the_model(finished: Path, tmp_path: Path):
     assert not (finished / "model" / "training_args.bin").exists()
     model = load_model(finished / "model")
     assert isinstance(model, PriorDecoderForCausalLM)
-    # The model keeps the facts of its training: its card has them wherever the model is saved.
+    # The model's config keeps the facts of its training, so its card states them after every save.
     model.save_pretrained(tmp_path)
     for folder in (finished / "model", tmp_path):
         lines = (folder / "README.md").read_text().splitlines()
@@ -59,14 +59,14 @@ RUNNING = [{"rows_at_a_time": 4}, {"rows_at_a_time": 1}, {"workers": 1, "activat
 
 
 @pytest.mark.parametrize("running", every_other_deep(RUNNING, quick=[RUNNING[0], RUNNING[2]]))
-def test_how_it_runs_does_not_change_what_comes_out(finished, make_recipe, tmp_path, running):
+def test_running_settings_do_not_change_the_result(finished, make_recipe, tmp_path, running):
     run_recipe(make_recipe(validation={"every": 5, "tokens": 200}, running=running), tmp_path)
     assert furthest(_weights(tmp_path), _weights(finished)) < 1e-5
     one, other = (read_json(output / "training.json")["validation"] for output in (finished, tmp_path))
     assert [entry["loss"] for entry in one] == pytest.approx([entry["loss"] for entry in other], abs=1e-5)
 
 
-def test_a_finished_run_is_left_alone_and_another_recipe_is_refused(finished, recipe_of, make_recipe):
+def test_finished_runs_are_unchanged_and_other_recipes_refused(finished, recipe_of, make_recipe):
     before = (finished / "model" / "model.safetensors").stat().st_mtime_ns
     messages: list[str] = []
     recipe = make_recipe(validation={"every": 5, "tokens": 200}, running={"rows_at_a_time": 4}, name="Else")
@@ -78,7 +78,7 @@ def test_a_finished_run_is_left_alone_and_another_recipe_is_refused(finished, re
         run_recipe(other, finished)
 
 
-def test_an_interrupted_run_goes_on_on_other_machinery(finished, make_recipe, tmp_path):
+def test_interrupted_runs_resume_with_other_running_settings(finished, make_recipe, tmp_path):
     steps: list[int] = []
 
     def on_step(step: int) -> None:
@@ -99,7 +99,7 @@ def _elsewhere(monkeypatch: pytest.MonkeyPatch, machine: str) -> None:
     monkeypatch.setattr("attention_priors.lab.train.run.machine", lambda: {"versions": {}, "processor": machine})
 
 
-def test_a_finished_run_keeps_its_machine_and_prepares_nothing(finished, make_recipe, tmp_path, monkeypatch):
+def test_finished_runs_keep_their_machine_and_prepare_nothing(finished, make_recipe, tmp_path, monkeypatch):
     output = Path(shutil.copytree(finished, tmp_path / "run"))
     shutil.rmtree(output / "data")
     _elsewhere(monkeypatch, "a new one")
@@ -109,7 +109,7 @@ def test_a_finished_run_keeps_its_machine_and_prepares_nothing(finished, make_re
     assert before == {path: path.stat().st_mtime_ns for path in output.iterdir()}
 
 
-def test_every_machine_of_a_run_is_noted_once(make_recipe, tmp_path, monkeypatch):
+def test_every_machine_of_a_run_is_recorded_once(make_recipe, tmp_path, monkeypatch):
     for at, machine in ((2, "one"), (5, "two")):
         _elsewhere(monkeypatch, machine)
         interrupt(make_recipe(), tmp_path, at)
@@ -141,12 +141,12 @@ def test_a_validation_loss_that_is_not_finite_is_null(make_recipe, tmp_path, mon
     assert found == read_json(tmp_path / "training.json") == run_recipe(recipe, tmp_path)
 
 
-def test_other_tokens_in_the_same_folder_are_another_run(finished, make_recipe, tmp_path):
+def test_other_tokens_in_the_folder_are_another_run(finished, make_recipe, tmp_path):
     shards = Path(shutil.copytree(finished / "data", tmp_path / "data"))
     recipe = make_recipe(data={"shards": str(shards)}, tokenizer=None)
     interrupt(recipe, tmp_path / "run", 5)
     for limit in (None, 2000):
-        # The same ones are no others, whenever they were prepared.
+        # Equal tokens are the same run, whenever they were prepared.
         shutil.rmtree(shards)
         prepare(make_recipe(data={"max_tokens": limit}).preparation(), shards)
         manifest = read_json(shards / "manifest.json")
@@ -157,7 +157,7 @@ def test_other_tokens_in_the_same_folder_are_another_run(finished, make_recipe, 
         run_recipe(recipe, tmp_path / "run")
 
 
-def test_tokens_that_are_not_all_prepared_leave_nothing_in_the_way(finished, make_recipe, tmp_path):
+def test_incomplete_tokens_leave_no_files(finished, make_recipe, tmp_path):
     shards = Path(shutil.copytree(finished / "data", tmp_path / "data"))
     manifest = read_json(shards / "manifest.json")
     write_json(shards / "manifest.json", manifest | {"complete": False})
@@ -170,14 +170,14 @@ def test_tokens_that_are_not_all_prepared_leave_nothing_in_the_way(finished, mak
     interrupt(recipe, tmp_path / "run", 1)
 
 
-def test_a_recipe_that_is_refused_after_its_tokens_were_made_leaves_the_way_free(make_recipe, tmp_path):
+def test_recipes_refused_after_preparation_leave_no_files(make_recipe, tmp_path):
     with pytest.raises(ValueError, match="expected at least 100000"):
         run_recipe(make_recipe(training={"context_length": 100000, "tokens_per_step": 200000}), tmp_path / "run")
     assert {path.name for path in (tmp_path / "run").iterdir() if not path.name.startswith(".")} == {"data"}
     interrupt(make_recipe(), tmp_path / "run", 1)
 
 
-def test_what_others_put_beside_a_refused_run_stays(make_recipe, tmp_path, monkeypatch):
+def test_foreign_files_beside_a_refused_run_stay(make_recipe, tmp_path, monkeypatch):
     def refused(*arguments: object) -> None:
         (tmp_path / "run" / "thesis.txt").write_text("of another")
         raise ValueError("cannot be read")
@@ -188,7 +188,7 @@ def test_what_others_put_beside_a_refused_run_stays(make_recipe, tmp_path, monke
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["thesis.txt"]
 
 
-def test_files_that_are_left_out_are_told(make_recipe, texts, tmp_path):
+def test_skipped_files_are_reported(make_recipe, texts, tmp_path):
     folder = Path(shutil.copytree(texts, tmp_path / "texts"))
     (folder / "latin.txt").write_bytes("é".encode("latin-1"))
     told: list[str] = []
@@ -197,12 +197,12 @@ def test_files_that_are_left_out_are_told(make_recipe, texts, tmp_path):
 
 
 @pytest.mark.parametrize(("key", "file"), [("pretrained", "model.safetensors"), ("config", "config.json")])
-def test_another_model_in_the_same_folder_is_another_run(finished, make_recipe, tmp_path, key, file):
+def test_another_model_in_the_folder_is_another_run(finished, make_recipe, tmp_path, key, file):
     base = Path(shutil.copytree(finished / "model", tmp_path / "base"))
     data = {"shards": str(finished / "data")}
     recipe = make_recipe(model={key: str(base)}, data=data, tokenizer=None, training={"steps": 2})
     run_recipe(recipe, tmp_path / "run")
-    # What is not read may change, and what a finished run has read may be gone.
+    # Unread files may change, and files that a finished run has read may be gone.
     (base / "README.md").write_text("a word")
     run_recipe(recipe, tmp_path / "run")
     shutil.move(base, tmp_path / "aside")
@@ -235,7 +235,7 @@ def test_prepared_tokens_serve_several_recipes(finished, make_recipe, tmp_path):
     assert not left.parent.exists()
 
 
-def test_a_corrupt_shard_ends_the_training_and_is_named(finished, make_recipe, tmp_path):
+def test_corrupt_shards_end_training_and_are_named(finished, make_recipe, tmp_path):
     folder = Path(shutil.copytree(finished / "data", tmp_path / "data"))
     shard = folder / "train-00000.tokens.npy"
     shard.write_bytes(shard.read_bytes()[:-1] + b"?")
@@ -244,7 +244,7 @@ def test_a_corrupt_shard_ends_the_training_and_is_named(finished, make_recipe, t
         run_recipe(recipe, tmp_path / "run")
 
 
-def test_a_vocabulary_that_is_too_small_is_an_error(make_recipe, finished, tmp_path):
+def test_too_small_vocabularies_are_refused(make_recipe, finished, tmp_path):
     model = {"decoder": recipe_decoder(make_recipe) | {"vocab_size": 200}}
     with pytest.raises(ValueError, match="the tokenizer has 300 entries: expected at most 200"):
         run_recipe(make_recipe(model=model), tmp_path)
@@ -270,7 +270,7 @@ def recipe_decoder(make_recipe: Callable[..., TrainRecipe]) -> dict[str, Any]:
         ({"running": {"report_to": ["paper"]}}, "'tensorboard' or 'wandb'"),
     ],
 )
-def test_recipes_that_say_too_little_or_too_much_are_refused(make_recipe, changes, complaint):
+def test_recipes_with_missing_or_extra_keys_are_refused(make_recipe, changes, complaint):
     with pytest.raises(ValueError, match=complaint):
         make_recipe(**changes)
 
@@ -296,7 +296,7 @@ SHORT_TABLE = {"name": "learned", "max_length": 10}
         ({"model": {"decoder": LLAMA | {"encoding": SHORT_TABLE}}}, "has a table of 10 positions"),
     ],
 )
-def test_a_model_that_cannot_be_is_found_before_any_work(make_recipe, tmp_path, monkeypatch, changes, complaint):
+def test_invalid_models_are_refused_before_any_work(make_recipe, tmp_path, monkeypatch, changes, complaint):
     monkeypatch.chdir(tmp_path)
     llama = AutoModelForCausalLM.from_config(LlamaConfig(**LLAMA, vocab_size=300))
     llama.save_pretrained("llama")
@@ -324,13 +324,13 @@ def test_a_model_that_cannot_be_is_found_before_any_work(make_recipe, tmp_path, 
         ({"tokenizer": 60_000}, "too few pairs"),
     ],
 )
-def test_nothing_is_left_of_data_that_cannot_be_read(make_recipe, tmp_path, monkeypatch, changes, complaint):
+def test_unreadable_data_leave_no_files(make_recipe, tmp_path, monkeypatch, changes, complaint):
     monkeypatch.chdir(tmp_path)
     with pytest.raises((ValueError, OSError), match=complaint):
         run_recipe(make_recipe(**changes), tmp_path / "runs" / "one")
     assert not list(tmp_path.iterdir())
     (tmp_path / "runs" / "mine").mkdir(parents=True)
-    for output in ("one", "mine"):  # which is there
+    for output in ("one", "mine"):  # which exists
         with pytest.raises((ValueError, OSError), match=complaint):
             run_recipe(make_recipe(**changes), tmp_path / "runs" / output)
         left = [path for path in tmp_path.rglob("*") if path.name != ".lock"]

@@ -9,7 +9,7 @@ from attention_priors.hf import attach, attached_priors, load_model
 from attention_priors.lab.train import extend, run_recipe
 
 
-def test_a_hugging_face_architecture_is_trained_and_then_its_weights_further(make_recipe, finished, tmp_path):
+def test_hugging_face_architectures_and_weights_are_trained(make_recipe, finished, tmp_path):
     data = {"shards": str(finished / "data")}
     name = saved_architecture(LlamaConfig(**LLAMA), tmp_path)
     first = run_recipe(make_recipe(model={"config": name}, data=data, tokenizer=None), tmp_path / "one")
@@ -22,7 +22,7 @@ def test_a_hugging_face_architecture_is_trained_and_then_its_weights_further(mak
     assert further["history"][0]["loss"] < first["history"][3]["loss"]
 
 
-def test_attached_priors_are_trained_and_go_on_with_the_model(make_recipe, finished, tmp_path):
+def test_attached_priors_are_trained_and_saved_with_the_model(make_recipe, finished, tmp_path):
     data = {"shards": str(finished / "data")}
     name = saved_architecture(LlamaConfig(**LLAMA), tmp_path)
     attached = {"prior": {"name": "generalized_gaussian", "init": "spread"}, "logit_scale": "residual_ssmax"}
@@ -39,7 +39,7 @@ def test_attached_priors_are_trained_and_go_on_with_the_model(make_recipe, finis
     assert len(attached_priors(load_model(tmp_path / "longer" / "model"))) == 2
 
 
-def test_a_model_that_was_frozen_stays_frozen_in_its_extension(make_recipe, finished, tmp_path):
+def test_frozen_models_stay_frozen_in_extensions(make_recipe, finished, tmp_path):
     data = {"shards": str(finished / "data")}
     name = saved_architecture(LlamaConfig(**LLAMA), tmp_path)
     model = {"config": name, "attach": {"prior": "generalized_gaussian", "freeze_model": True}}
@@ -52,14 +52,14 @@ def test_a_model_that_was_frozen_stays_frozen_in_its_extension(make_recipe, fini
         assert all("attached_prior" in name for name in changed)
 
 
-def test_nothing_attached_that_could_learn_alone(make_recipe, finished, tmp_path):
+def test_frozen_models_need_trainable_attached_parts(make_recipe, finished, tmp_path):
     data = {"shards": str(finished / "data")}
     model = {"pretrained": str(finished / "model"), "train_only": "attached"}
     with pytest.raises(ValueError, match=r"model\.train_only: no trainable prior or logit scale is attached"):
         run_recipe(make_recipe(model=model, data=data, tokenizer=None), tmp_path / "one")
 
 
-def test_a_table_of_positions_that_is_too_short_is_an_error(make_recipe, finished, tmp_path):
+def test_too_short_position_tables_are_refused(make_recipe, finished, tmp_path):
     config = GPT2Config(n_embd=16, n_layer=1, n_head=2, n_positions=20)
     recipe = make_recipe(
         model={"config": saved_architecture(config, tmp_path)},
@@ -73,8 +73,8 @@ def test_a_table_of_positions_that_is_too_short_is_an_error(make_recipe, finishe
 
 
 @pytest.mark.parametrize(("scaling", "stated"), [("default", 24), ("dynamic", 20)])
-def test_the_config_says_the_length_that_was_trained_at(make_recipe, finished, tmp_path, scaling, stated):
-    """And where the number takes part in the rotary positions, it stays."""
+def test_configs_state_the_training_length(make_recipe, finished, tmp_path, scaling, stated):
+    """If rotary positions depend on the number, it stays."""
     rotary = {"rope_type": scaling, "rope_theta": 10000.0} | ({} if scaling == "default" else {"factor": 2.0})
     config = LlamaConfig(**LLAMA, max_position_embeddings=20, rope_parameters=rotary)
     model = {"config": saved_architecture(config, tmp_path), "attach": {"prior": "generalized_gaussian"}}

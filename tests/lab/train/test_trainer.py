@@ -23,28 +23,28 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, T
     return weights_of(model), history
 
 
-def test_a_training_changes_the_model_and_reports_every_step(uninterrupted):
+def test_training_changes_the_model_and_reports_every_step(uninterrupted):
     weights, history = uninterrupted
     start = weights_of(tiny_decoder())
-    # A token that no row holds would still be moved by its own weight decay and as a wrong answer.
+    # Weight decay, and its role as a wrong answer, move the embedding of a token outside of all rows.
     unmoved = [name for name in start if torch.equal(start[name], weights[name])]
     assert unmoved == [name for name in start if "theta_mu" in name]
     assert [entry["step"] for entry in history] == [1, 2, 3, 4, 5, 6]
     assert all(entry.keys() == {"step", "loss"} and 0 < entry["loss"] < 20 for entry in history)
 
 
-def test_a_training_that_diverges_is_an_error_that_says_so(tmp_path):
+def test_diverging_training_is_named(tmp_path):
     with pytest.raises(FloatingPointError, match=r"(loss became (nan|inf)|weights are not finite .*) at step \d+; no"):
         train(tiny_decoder(), Rows(12), tiny_settings(learning_rate=1e30), tmp_path, seed=5)
 
 
-def test_the_seed_decides_the_order_of_the_rows(tmp_path, uninterrupted):
+def test_the_seed_determines_the_order_of_rows(tmp_path, uninterrupted):
     model = tiny_decoder()
     train(model, Rows(12), tiny_settings(), tmp_path, seed=6)
     assert furthest(weights_of(model), uninterrupted[0]) > 1e-4
 
 
-def test_the_loss_is_the_weighted_one_with_documents_apart(tmp_path):
+def test_the_loss_is_weighted_and_separates_documents(tmp_path):
     rows = Rows(3)
     batch = collate_rows([rows[index] for index in range(3)])
     model = tiny_decoder()
@@ -86,7 +86,7 @@ def test_the_schedule_keeps_the_groups_ratios_and_ends_at_the_minimum(tmp_path: 
         assert rate["vectors"] == rate["matrices"]
         assert rate["prior"] == pytest.approx(8.0 * rate["matrices"])
         assert rate["logit_scale"] == pytest.approx(0.5 * rate["matrices"])
-    # These are the rates after each step: half-way up, at the top, then down along the cosine.
+    # The rates after each step: half-way up, at the top, then down along the cosine.
     curve = [rate["matrices"] for rate in rates]
     assert curve[:2] == pytest.approx([0.005, 0.01])
     assert curve[4] == pytest.approx(0.01 * (1 + 0.25) / 2)
@@ -97,7 +97,7 @@ def test_the_schedule_keeps_the_groups_ratios_and_ends_at_the_minimum(tmp_path: 
 # ---- packed documents
 
 
-def test_packed_documents_of_a_hugging_face_model_are_apart():
+def test_packed_documents_of_hugging_face_models_are_separate():
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(LlamaConfig(vocab_size=20, initializer_range=0.5, **LLAMA)).eval()
     check_documents_apart(model)
@@ -110,7 +110,7 @@ def test_packed_documents_of_a_hugging_face_model_are_apart():
 
 
 class _Leaky(torch.nn.Module):
-    """Takes positions and does not read them."""
+    """Model that accepts positions and ignores them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -121,12 +121,12 @@ class _Leaky(torch.nn.Module):
         return type("Output", (), {"logits": hidden})
 
 
-def test_a_model_that_mixes_packed_documents_is_refused():
+def test_models_that_mix_packed_documents_are_refused():
     with pytest.raises(ValueError, match=r"_Leaky .* lets a packed document see the one before it"):
         check_documents_apart(_Leaky())
 
 
-def test_a_model_without_positions_to_tell_is_refused():
+def test_models_without_position_arguments_are_refused():
     with pytest.raises(ValueError, match="Embedding takes neither document_ids nor position_ids"):
         check_documents_apart(torch.nn.Embedding(20, 4))
 
@@ -151,7 +151,7 @@ def test_the_loss_is_the_weighted_mean_over_the_next_tokens():
     assert float(weighted_loss(logits, labels, weights)) == pytest.approx(total / weight, rel=1e-5)
 
 
-def test_weights_of_one_give_the_models_own_loss():
+def test_weights_of_1_give_the_models_own_loss():
     logits = torch.randn(3, 6, 11, generator=torch.Generator().manual_seed(1))
     labels = torch.randint(11, (3, 6), generator=torch.Generator().manual_seed(2))
     labels[:, 2] = IGNORED_LABEL
@@ -165,11 +165,11 @@ def test_ignored_tokens_get_no_gradient():
     weighted_loss(logits, labels, torch.tensor([[1.0, 1.0, 5.0, 2.0]])).backward()
     assert logits.grad is not None
     moved = logits.grad.abs().sum(-1)[0]
-    # Place p predicts the label at p + 1; the last place predicts nothing.
+    # Place p predicts the label at p + 1. The last place predicts nothing.
     assert (moved > 0).tolist() == [True, False, True, False]
 
 
-def test_a_batch_without_labels_has_no_loss():
+def test_batches_without_labels_have_no_loss():
     labels = torch.full((1, 4), IGNORED_LABEL)
     assert float(weighted_loss(torch.randn(1, 4, 5), labels, torch.ones(1, 4))) == 0.0
 

@@ -10,7 +10,7 @@ from attention_priors._io import read_json
 from attention_priors.lab.cli import app
 
 
-def test_the_commands_prepare_train_and_extend(write_recipe, tmp_path):
+def test_commands_prepare_train_and_extend(write_recipe, tmp_path):
     recipe, output = write_recipe(training={"steps": 3}, running={"report_to": ["tensorboard"]}), tmp_path / "run"
     for arguments, said in (
         (["prepare", str(recipe), "--output", str(output / "data")], "Tokens: "),
@@ -35,13 +35,13 @@ def test_losses_that_are_not_finite_are_shown(finished, tmp_path, monkeypatch):
     assert read_json(tmp_path / "long" / "extension.json")["loss"]["after"] == {"24": None, "48": None}
 
 
-def test_a_size_may_be_written_in_quotes(make_recipe):
+def test_sizes_may_be_quoted(make_recipe):
     assert make_recipe(tokenizer="300").preparation() == make_recipe(tokenizer=300).preparation()
     with pytest.raises(ValueError, match="greater than 256"):
         make_recipe(tokenizer="5")
 
 
-def test_a_key_of_several_kinds_goes_by_its_own_name(write_recipe, tmp_path):
+def test_keys_of_several_types_are_named_once(write_recipe, tmp_path):
     result = CliRunner().invoke(app, ["train", str(write_recipe(tokenizer=5)), "--output", str(tmp_path / "run")])
     assert result.exit_code == 1
     output = " ".join(result.output.split())
@@ -50,7 +50,7 @@ def test_a_key_of_several_kinds_goes_by_its_own_name(write_recipe, tmp_path):
     assert "tokenizer.str" not in output
 
 
-def test_a_mistake_is_one_message(write_recipe, tmp_path):
+def test_errors_are_one_message(write_recipe, tmp_path):
     recipe = write_recipe(running={"rows_at_a_time": 3})
     result = CliRunner().invoke(app, ["train", str(recipe), "--output", str(tmp_path / "run")])
     assert result.exit_code == 1
@@ -58,7 +58,7 @@ def test_a_mistake_is_one_message(write_recipe, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
-def test_a_training_that_diverges_is_one_message(write_recipe, tmp_path):
+def test_diverging_training_is_one_message(write_recipe, tmp_path):
     recipe = write_recipe(training={"learning_rate": 1e30})
     result = CliRunner().invoke(app, ["train", str(recipe), "--output", str(tmp_path / "run")])
     assert result.exit_code == 1

@@ -1,4 +1,4 @@
-"""Tiny models, rows for them, and trainings that are interrupted."""
+"""Tiny models, their rows, and interrupted trainings."""
 
 import importlib
 from pathlib import Path
@@ -14,7 +14,7 @@ from attention_priors.lab.data import IGNORED_LABEL
 from attention_priors.lab.train import Observer, TrainingSettings, TrainRecipe, run_recipe
 from attention_priors.models import PriorDecoderConfig, PriorDecoderForCausalLM
 
-# Its function has its name in the package.
+# The package exports its function under this name.
 extend_module = importlib.import_module("attention_priors.lab.train.extend")
 
 VOCABULARY, LENGTH = 40, 12
@@ -47,7 +47,7 @@ def tiny_settings(**changes: Any) -> TrainingSettings:
 
 
 class Rows(Dataset[dict[str, Tensor]]):
-    """Random tokens in two documents, with weights of all sizes."""
+    """Rows of random tokens in two documents, with weights of all sizes."""
 
     def __init__(self, count: int) -> None:
         self.count = count
@@ -76,13 +76,13 @@ LLAMA: dict[str, Any] = {
 
 
 def saved_architecture(config: PreTrainedConfig, folder: Path) -> str:
-    """Where the configuration of a transformers model lies, for a recipe to name."""
+    """Write the config of a transformers model, and return its folder for a recipe."""
     config.save_pretrained(folder)
     return str(folder)
 
 
 class InterruptionError(Exception):
-    """Ends a training that a test interrupts."""
+    """Exception that ends a training in a test."""
 
 
 def stop_at(last: int, steps: list[int] | None = None) -> Observer:
@@ -98,7 +98,7 @@ def stop_at(last: int, steps: list[int] | None = None) -> Observer:
 
 
 def interrupt(recipe: TrainRecipe, output: Path, at: int) -> None:
-    """Train as far as a step and no further."""
+    """Train up to a step."""
     with pytest.raises(InterruptionError):
         run_recipe(recipe, output, stop_at(at))
 
