@@ -1,4 +1,5 @@
-# make demo: train five schemes on short texts and test them on long texts.
+# make tour: ask four small trained models for pass keys at 64 times their training length. No training; a minute.
+# make demo: train these four models and test them on longer texts. Ten minutes.
 # make test: run every check and every test.
 # make check: run the quick checks, for use while you work.
 # make pages: rewrite the tables and figures of docs/results from the committed rows, and the tables of docs/priors.md
@@ -20,7 +21,7 @@ BENCHMARKS ?= runs/benchmarks
 RECIPES := $(wildcard recipes/results/*.yaml) recipes/digits-tuning.yaml recipes/digits.yaml
 PAGES := $(wildcard docs/results/*/README.md)
 
-.PHONY: demo test check lint tests core test-deep pages docs results benchmarks format
+.PHONY: tour demo test check lint tests core test-deep pages docs results benchmarks format
 .DELETE_ON_ERROR:
 
 # Dependency groups need pip 25.1. Many Pythons come with an older pip.
@@ -35,6 +36,9 @@ $(VENV)/lab: pyproject.toml constraints.txt | $(BIN)/python
 $(VENV)/dev: $(VENV)/lab
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --group dev
 	touch $@
+
+tour: $(VENV)/lab
+	$(BIN)/attention-priors tour
 
 demo: $(VENV)/lab
 	$(BIN)/attention-priors compare recipes/demo.yaml --output runs/demo

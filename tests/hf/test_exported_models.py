@@ -27,6 +27,7 @@ SIZES: dict[str, Any] = {
     "initializer_range": 0.3,
 }
 DEMO: dict[str, dict[str, Any]] = yaml.safe_load((ROOT / "recipes/demo.yaml").read_text())["schemes"]
+DEMO["NoPE+SSMax"] = {"logit_scale": {"name": "ssmax", "init": 0.2}}
 LAYERS_THAT_DIFFER: dict[str, Any] = {
     "num_hidden_layers": 2,
     "layer_pattern": ["local", "global"],

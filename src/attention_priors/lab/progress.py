@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import time
+from typing import Any
+
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import (
@@ -14,9 +17,12 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
+FIRST_LINE, LATER_LINES = 15.0, 0.05
+"""Time between two lines about a bar without a terminal: at least these seconds, and this share of the elapsed time."""
+
 
 class Bars(Progress):
-    """Progress bars with elapsed and remaining time.
+    """Progress bars with elapsed and remaining time. Without a terminal, each bar prints a line now and then.
 
     Args:
         console: Console that shows the bars.
@@ -27,6 +33,22 @@ class Bars(Progress):
         shown = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), *map(TextColumn, done))
         super().__init__(*shown, TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn(), console=console)
         self._shown: dict[str, TaskID] = {}
+        self._printed: dict[TaskID, float] = {}
+        """Time of the last line about each bar."""
+
+    def update(self, task_id: TaskID, **changes: Any) -> None:
+        """Update a bar, as rich does; without a terminal, print its share if the last line is old."""
+        super().update(task_id, **changes)
+        if self.console.is_terminal:
+            return
+        task = next(task for task in self.tasks if task.id == task_id)
+        # Short work needs no line, so the first one waits as well.
+        passed = time.monotonic() - self._printed.setdefault(task_id, time.monotonic())
+        if passed >= max(FIRST_LINE, LATER_LINES * (task.elapsed or 0.0)):
+            self._printed[task_id] = time.monotonic()
+            share = "" if task.total is None else f": {task.percentage:.0f} %"
+            details = " ".join(str(task.fields[name]) for name in ("stage", "done") if task.fields.get(name))
+            self.console.print(f"{task.description}{share} {details}".rstrip(), highlight=False, soft_wrap=True)
 
     def show(self, key: str, description: str, completed: float, total: float | None, done: str = "") -> None:
         """Update the bar of a key; the first call for the key makes the bar.

@@ -65,6 +65,45 @@ def _root(
             import_plugins(plugin)
 
 
+@app.command()
+def tour(
+    browser: Annotated[bool, Option("--browser/--no-browser", help="Open the page in a browser.")] = True,
+    device: Device = None,
+    output: Annotated[Path, Option(help="Output folder.")] = Path("runs") / "tour",
+) -> None:
+    """Ask four small models for pass keys at 64 times their training length, look into one, and open a page.
+
+    The models come with the package; nothing is trained or downloaded. You can interrupt the command; run it again to
+    resume.
+    """
+    import webbrowser
+
+    console = Console()
+    console.print("Four models, trained at 128 tokens, read texts of up to 8192 tokens. This takes about a minute.")
+    from attention_priors._io import writable_folder
+    from attention_priors.lab import report as reports
+    from attention_priors.lab import tour as stages
+
+    page = output / "tour.html"
+    quiet_transformers()
+    with errors():
+        writable_folder(output)
+        with Bars(console, "{task.percentage:>3.0f} %") as bars:
+            summaries = stages.ask_examples(
+                output, device=device, on_work=lambda scheme, done, total: bars.show(scheme, scheme, done, total)
+            )
+        results = reports.tour_results(summaries, stages.TRAINED)
+        console.print(reports.overview_table(results).terminal(intervals=False))
+        with console.status("Looking into one model"):
+            found = stages.inspect_example(device=device)
+            reports.write_tour(results, stages.EXAMPLES[stages.INSPECTED], found, page)
+            reports.write_inspection(found, output / "inspection.html")
+    written(console, "Page", page)
+    written(console, "All heads of one model", output / "inspection.html")
+    if browser and console.is_terminal:
+        webbrowser.open(page.absolute().as_uri())
+
+
 @recipes_app.callback()
 def _recipes(context: Context) -> None:
     """List the recipes that come with the package. Commands take their names in place of paths."""

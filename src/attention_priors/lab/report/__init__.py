@@ -8,6 +8,7 @@ from :func:`~attention_priors.lab.report.tables.tables`. Figures come from ``fig
 from attention_priors.lab.report.evaluation import evaluation_results, evaluation_tables, write_evaluation_figures
 from attention_priors.lab.report.pages.inspection import inspection_summary, write_inspection
 from attention_priors.lab.report.pages.study import MissingDataError, overview_table, write_report
+from attention_priors.lab.report.pages.tour import tour_results, write_tour
 
 __all__ = [
     "MissingDataError",
@@ -15,7 +16,9 @@ __all__ = [
     "evaluation_tables",
     "inspection_summary",
     "overview_table",
+    "tour_results",
     "write_evaluation_figures",
     "write_inspection",
     "write_report",
+    "write_tour",
 ]

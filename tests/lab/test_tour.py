@@ -1,0 +1,96 @@
+"""The tour, the examples it asks, and progress without a terminal."""
+
+import io
+import json
+import re
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from rich.console import Console
+from transformers import AutoTokenizer
+from typer.testing import CliRunner
+
+from attention_priors.lab import examples, progress, tour
+from attention_priors.lab.cli import app
+from attention_priors.lab.evaluate import evaluate
+from attention_priors.lab.examples import EXAMPLES, TRAINED, example_folder, example_model
+from attention_priors.lab.tasks import EvaluationPlan, Subject
+from html_pages import Page
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_an_example_in_bfloat16_retrieves_pass_keys_at_its_training_length(name: str, tmp_path: Path):
+    plan = EvaluationPlan(tasks=("passkey_corpus",), lengths=(TRAINED - 5,), depths=20)
+    subject = Subject.load(str(example_folder(name)), dtype="bfloat16", device="cpu")
+    assert evaluate(subject, plan, tmp_path).accuracies[0].mean >= 0.95
+
+
+def test_examples_are_small_and_differ_only_in_their_positions():
+    size = sum(path.stat().st_size for name in EXAMPLES for path in example_folder(name).rglob("*"))
+    assert size <= 8e6
+    models = {name: example_model(name) for name in EXAMPLES}
+    assert {model.dtype for model in models.values()} == {torch.float32}
+    positions = {"encoding", "prior", "logit_scale", "_name_or_path", "attention_priors_training"}
+    configs = [
+        {key: value for key, value in model.config.to_dict().items() if key not in positions}
+        for model in models.values()
+    ]
+    assert all(config == configs[0] for config in configs)
+    assert [model.config.prior is None for model in models.values()] == [name == "rope" for name in EXAMPLES]
+    texts = [AutoTokenizer.from_pretrained(example_folder(name))("The pass key is 12345.") for name in EXAMPLES]
+    assert all(text["input_ids"] == texts[0]["input_ids"] for text in texts)
+
+
+def test_an_unknown_example_is_refused_with_the_names():
+    with pytest.raises(ValueError, match="name must be one of bam-ssmax, bam, alibi, rope; got 'bam_ssmax'"):
+        example_model("bam_ssmax")
+
+
+@pytest.fixture
+def short_tour(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(tour, "PLAN", EvaluationPlan(tasks=("passkey_corpus",), lengths=(123, 256), depths=2))
+    return tmp_path / "runs" / "tour"
+
+
+def test_the_tour_writes_one_page_and_reuses_its_answers(short_tour: Path, monkeypatch: pytest.MonkeyPatch):
+    opened: list[str] = []
+    monkeypatch.setattr("webbrowser.open", opened.append)
+    first = CliRunner().invoke(app, ["tour"])
+    assert first.exit_code == 0, first.output
+    answers = (short_tour / "results.jsonl").read_text()
+    lines = [json.loads(line) for line in answers.splitlines()]
+    assert sum("depth" in line for line in lines) == len(EXAMPLES) * 2 * 2
+    page = Page((short_tour / "tour.html").read_text(encoding="utf-8"))
+    assert all(scheme in page.text for scheme in EXAMPLES.values())
+    assert len(page.all("img")) == 3
+    assert all(image["src"].startswith("data:image/png;base64,") and image["alt"] for image in page.all("img"))
+    # Nothing is asked again, and no browser opens where there is no terminal.
+    monkeypatch.setattr("attention_priors.lab.tasks.passkey.PasskeyTexts.sample", None)
+    second = CliRunner().invoke(app, ["tour"])
+    assert second.exit_code == 1, second.output
+    assert (short_tour / "results.jsonl").read_text() == answers
+    assert not opened
+
+
+def test_the_code_on_the_page_runs(short_tour: Path):
+    template = (Path(examples.__file__).parents[1] / "report/pages/templates/tour.html").read_text(encoding="utf-8")
+    code = re.search(r"<pre>(.+?)</pre>", template, re.DOTALL)
+    assert code is not None
+    variables: dict = {}
+    exec(code[1], variables)
+    assert variables["out"].shape == (1, 8, 1024, 64)
+
+
+def test_bars_print_lines_without_a_terminal(monkeypatch: pytest.MonkeyPatch):
+    clock = iter(range(0, 1000, 6))
+    monkeypatch.setattr(time, "monotonic", lambda: next(clock))
+    output = io.StringIO()
+    with progress.Bars(Console(file=output), "{task.percentage:>3.0f} %") as bars:
+        for done in range(9):
+            bars.show("model", "[a] model", done, 10, "some text")
+        lines = output.getvalue().splitlines()
+    assert 1 < len(lines) < 5
+    assert all(re.fullmatch(r"\[a\] model: \d0 % some text", line) for line in lines)
