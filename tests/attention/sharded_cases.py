@@ -159,7 +159,7 @@ class Whole:
     key_bias: Tensor | None
 
     def given(self) -> tuple[Tensor, ...]:
-        """Queries, keys, values and, if present, the key bias."""
+        """Return queries, keys, values and, if present, the key bias."""
         inputs = (self.query, self.key, self.value)
         return inputs if self.key_bias is None else (*inputs, self.key_bias)
 

@@ -52,7 +52,7 @@ compiled = pytest.mark.skipif(bool(why_not_compiled()), reason=why_not_compiled(
 
 
 def anywhere(query: Tensor, key: Tensor, value: Tensor) -> None:
-    """Replace PyTorch's check that no gradient is wanted on a CPU. (Dynamo does not trace a mock.)"""
+    """Replace PyTorch's check that no gradient is wanted on a CPU; Dynamo does not trace a mock."""
 
 
 @contextmanager

@@ -151,7 +151,6 @@ def test_rows_beyond_float32_are_computed_apart(scaled: str, device: str) -> Non
 @pytest.mark.parametrize("causal", [True, False])
 def test_skipped_blocks_are_not_visited(device: str, causal: bool) -> None:
     """Kernels visit only the listed slots. A query without listed slots sees no key."""
-
     slot = 32
 
     @examples(2, f"kept {causal}")

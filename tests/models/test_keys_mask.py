@@ -81,12 +81,12 @@ def test_masks_of_the_last_queries_match(data: st.DataObject) -> None:
     assert not isinstance(mask[:, :, :, : before + length - 1], KeysMask)
 
 
-@pytest.mark.parametrize("name", ["chunked", "or", "of one's own", "vmapped"])
+@pytest.mark.parametrize("name", ["chunked", "or", "custom", "vmapped"])
 def test_other_mask_functions_stay_matrices(name: str) -> None:
     function = {
         "chunked": masks.chunked_causal_mask_function(4, torch.zeros(2, dtype=torch.long)),
         "or": masks.or_masks(masks.causal_mask_function, masks.sliding_window_overlay(2)),
-        "of one's own": lambda b, h, q, k: (q + k) % 3 > 0,
+        "custom": lambda b, h, q, k: (q + k) % 3 > 0,
         "vmapped": masks.causal_mask_function,
     }[name]
     options: dict[str, Any] = {"q_length": 9, "kv_length": 9, "mask_function": function, "use_vmap": name == "vmapped"}

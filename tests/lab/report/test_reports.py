@@ -203,7 +203,7 @@ def test_the_summary_counts_seeds_and_schemes(rows):
 
 PAGE = """# What came out
 
-Words before. <!-- a comment of one's own -->
+Words before. <!-- a comment -->
 
 <!-- table: passkey -->
 | what | stood here before |
@@ -228,7 +228,7 @@ def test_hand_written_pages_keep_their_text_and_get_new_tables(rows, tmp_path):
     passkey, training = (tables(rows.results())[name].markdown() for name in ("passkey", "training"))
     fresh = page.read_text(encoding="utf-8")
     assert fresh == (
-        "# What came out\n\nWords before. <!-- a comment of one's own -->\n\n"
+        "# What came out\n\nWords before. <!-- a comment -->\n\n"
         f"<!-- table: passkey -->\n\n{passkey}\n<!-- end of table -->\n\n"
         "![A figure](figures/logit_scale_histogram.png)\n\n"
         f"<!-- table: training -->\n\n{training}\n<!-- end of table -->\n\nWords after.\n"
