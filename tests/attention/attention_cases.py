@@ -67,7 +67,7 @@ def examples(number: int, salt: str = "") -> Callable[[Test], Test]:
 
 
 class Waves(Prior):
-    """Prior that has only factors: ``K(i, j) = a_h sin(i / 9) cos(j / 7) + b_h cos(j / 5)`` in nats."""
+    """Prior that has only lanes: ``K(i, j) = a_h sin(i / 9) cos(j / 7) + b_h cos(j / 5)`` in nats."""
 
     structure = Structure.FACTORED
 

@@ -99,7 +99,7 @@ def gradient_scales(case: Case, cotangents: Cotangents) -> dict[str, Tensor]:
                 alone = network._replace(**{part: getattr(network, part).detach()})
                 sums.append((alone.log_prior().transpose(0, 1), scale * parts, positional))
         if Structure.FACTORED in term.structure:
-            # Factors may cancel each other.
+            # Lanes may cancel each other.
             lanes = term.lanes(*positions_of(case), dtype=torch.float64)
             products = lanes.query.unsqueeze(-2) * lanes.key[..., None, None, :, :]
             sums.append((products, (scale * parts).unsqueeze(-1).expand(*parts.shape, products.shape[-1]), positional))
@@ -124,7 +124,7 @@ def float32_tolerance(case: Case) -> float:
 
     A logit ``z`` in float32 is wrong by up to ``2^-24 |z|``, which changes its weight by ``p (1 - p)`` times as much.
     Example: a logit scale of 8 on a log-prior of -50 nats that is almost equal for all keys. No float32 bias is more
-    exact. Factors of priors that are not stationary round other numbers than tables do.
+    exact. Lanes of priors that are not stationary round other numbers than tables do.
     """
     exact = oracle(case.to(torch.float64))
     with torch.no_grad():

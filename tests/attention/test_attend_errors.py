@@ -246,7 +246,7 @@ def test_tables_of_custom_priors_are_checked(case: str, backend: Any) -> None:
 
 @pytest.mark.parametrize("backend", ["auto", "lanes", "reference"])
 @pytest.mark.parametrize("case", BAD_LANES)
-def test_factors_of_custom_priors_are_checked(case: str, backend: Any) -> None:
+def test_lanes_of_custom_priors_are_checked(case: str, backend: Any) -> None:
     message, make = BAD_LANES[case]
     with pytest.raises(ValueError, match=message):
         attend(**arguments(prior=Own(Structure.FACTORED, make), backend=backend))

@@ -56,7 +56,7 @@ def test_values_and_gradients_in_float64(name: str) -> None:
 
 @pytest.mark.parametrize("name", [*PRIORS, *OWN])
 def test_results_without_log_sum_exp(name: str) -> None:
-    """Without a returned log-sum-exp, backends may use another algorithm, as for factors. Values and gradients are
+    """Without a returned log-sum-exp, backends may use another algorithm, as for lanes. Values and gradients are
     equal.
     """
 
@@ -149,7 +149,7 @@ def test_values_and_gradients_around_the_default_block_size(num_queries: int, ca
     check()
 
 
-def test_lanes_refuse_priors_without_factors() -> None:
+def test_the_backend_lanes_refuses_priors_without_lanes() -> None:
     x = torch.randn(1, 2, 4, 3)
     with pytest.raises(ValueError, match="backend='lanes' cannot compute this: not all of the prior is factored"):
         attend(x, x, x, Laplace(2), backend="lanes")

@@ -185,7 +185,7 @@ def number_of_compilations() -> int:
 
 @compiled
 @pytest.mark.slow
-def test_compiled_factors_and_logit_scale_match_the_reference() -> None:
+def test_compiled_lanes_and_logit_scale_match_the_reference() -> None:
     scale = SSMax(4)
 
     @examples(3)

@@ -94,7 +94,7 @@ def test_masks_match_the_formula(name: str) -> None:
 
 @pytest.mark.parametrize("name", [name for name in WITHOUT_NETWORKS if name not in ("none", "uniform", "window")])
 def test_gradients_of_scores_reach_the_parameters(name: str) -> None:
-    """Gradients reach parameters through tables and factors. As after a softmax, the gradients of a row sum to 0."""
+    """Gradients reach parameters through tables and lanes. As after a softmax, the gradients of a row sum to 0."""
 
     @examples(3, name)
     @given(cases(name, longest=40, masks=False, keyed=False))
@@ -197,7 +197,7 @@ def test_listed_blocks_hold_all_visible_keys(name: str) -> None:
 @pytest.mark.parametrize(("num_queries", "num_keys"), [(300, 300), (256, 512), (100, 700)])
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("window", [None, 1, 128, 200])
-def test_blocks_are_those_of_pytorch(num_queries: int, num_keys: int, causal: bool, window: int | None) -> None:
+def test_blocks_match_pytorch(num_queries: int, num_keys: int, causal: bool, window: int | None) -> None:
     """Without documents, the ranges of blocks are exact: no block is computed that PyTorch would skip."""
     prior = None if window is None else Window(2, window)
     geometry = mods._geometry((1, num_queries, num_keys), torch.device("cpu"), causal, None, None, None, None)

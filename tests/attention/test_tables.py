@@ -1,4 +1,4 @@
-"""Cached tables and factors always match the prior as it is now."""
+"""Cached tables and lanes always match the prior as it is now."""
 
 import copy
 import gc
@@ -118,7 +118,7 @@ def test_changed_buffers_and_attributes_invalidate_tables(change) -> None:
     assert float((after - before).abs().max()) > 1e-3
 
 
-def test_changed_attributes_invalidate_factors() -> None:
+def test_changed_attributes_invalidate_lanes() -> None:
     prior = Spectral(H, 3)
     torch.nn.init.normal_(prior.alpha)
     query, key = torch.randn(1, H, 50, 4), torch.randn(1, H, 50, 4)
@@ -387,7 +387,7 @@ def key_sink() -> KeySink:
     st.lists(st.tuples(st.integers(1, 2500), st.integers(0, 3), st.booleans()), min_size=2, max_size=6),
     st.booleans(),
 )
-def test_any_sequence_of_positions_gets_exact_factors(requests: list[tuple[int, int, bool]], spectral: bool) -> None:
+def test_any_sequence_of_positions_gets_exact_lanes(requests: list[tuple[int, int, bool]], spectral: bool) -> None:
     """Key positions are the default, explicit, with gaps, or before the first token."""
     prior = Spectral(H, num_frequencies=2, init="recency") if spectral else key_sink()
     for length, kind, change in requests:

@@ -105,7 +105,7 @@ def test_goat_theorem_2_one_frequency_may_need_only_one_dimension():
     ids=["T5", "GGD with β < 0"],
 )
 def test_goat_theorem_2_other_bounded_tables_have_full_rank(prior: Prior):
-    # Bounded, translation-equivariant, and not a trigonometric sum: no number of factors serves every length.
+    # Bounded, translation-equivariant, and not a trigonometric sum: no number of lanes serves every length.
     if isinstance(prior, GeneralizedGaussian):
         with torch.no_grad():
             prior.theta_beta.fill_(-0.5)
@@ -119,7 +119,7 @@ def test_goat_theorem_2_other_bounded_tables_have_full_rank(prior: Prior):
 
 
 @pytest.mark.parametrize("power", [2, 4])
-def test_goat_theorem_2_unbounded_polynomials_have_factors(power: int):
+def test_goat_theorem_2_unbounded_polynomials_have_lanes(power: int):
     distance = (torch.arange(12)[:, None] - torch.arange(12)).double()
     assert rank(-(distance**power)) == power + 1
 

@@ -121,7 +121,7 @@ def test_radial_depends_on_the_euclidean_distance() -> None:
     )
 
 
-def test_spectral_2d_factors_match_the_log_prior() -> None:
+def test_spectral_2d_lanes_match_the_log_prior() -> None:
     prior = randomise(Spectral2d(2, 3, shortest_period=3.0))
     lanes = prior.lanes(POSITIONS, POSITIONS, dtype=torch.float64)
     assert lanes.key.shape == (14, 2 * 2 * 3 + 1)

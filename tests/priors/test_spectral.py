@@ -90,7 +90,7 @@ def test_float32_is_exact_at_far_distances():
     st.lists(st.integers(0, FAR), min_size=1, max_size=3),
     st.lists(st.integers(0, FAR), min_size=1, max_size=3),
 )
-def test_goat_appendix_b_each_frequency_is_one_pair_of_factors(
+def test_goat_appendix_b_each_frequency_is_one_pair_of_lanes(
     num_frequencies: int, seed: int, queries: list[int], keys: list[int]
 ):
     # Equations 37 and 38, and their product, equation 43, for each frequency separately.
@@ -119,7 +119,7 @@ def test_goat_appendix_b_each_frequency_is_one_pair_of_factors(
     st.lists(st.integers(0, FAR), min_size=1, max_size=4),
     st.lists(st.integers(0, FAR), min_size=1, max_size=4),
 )
-def test_goat_proposition_f5_factors_reproduce_the_log_prior(
+def test_goat_proposition_f5_lanes_reproduce_the_log_prior(
     num_frequencies: int, seed: int, sign: int, queries: list[int], keys: list[int]
 ):
     prior = random_spectral(num_frequencies, seed=seed, sign=sign)

@@ -149,7 +149,7 @@ def test_natural_parameters_of_equal_classes_are_numbered():
     torch.testing.assert_close(parameters["laplace_2.slope"], torch.tensor([1.0, 2.0]))
 
 
-def test_factors_of_a_sum_are_concatenated():
+def test_lanes_of_a_sum_are_concatenated():
     prior = Spectral(2, num_frequencies=3, init="recency") + Spectral(2, num_frequencies=2, init="recency")
     positions = torch.arange(7)
     lanes = prior.lanes(positions, positions, dtype=torch.float64)

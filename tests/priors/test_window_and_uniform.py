@@ -49,7 +49,7 @@ def test_uniform_is_zero_everywhere_and_hides_nothing():
     assert prior.log_prior_at(torch.tensor([-(2**20), 0, 7])).tolist() == [[0.0] * 3] * 3
 
 
-def test_uniform_has_no_factors():
+def test_uniform_has_no_lanes():
     lanes = Uniform(3).lanes(torch.arange(8).view(2, 4), torch.arange(10).view(2, 5), dtype=torch.float64)
     assert lanes.query.shape == (2, 3, 4, 0)
     assert lanes.key.shape == (2, 5, 0)
