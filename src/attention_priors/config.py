@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
+
+from torch import Tensor
+
+from attention_priors.precision import can_be_read
 
 Part = TypeVar("Part", bound="Described")
 
@@ -39,6 +43,9 @@ COMMON_NAMES = {
 }
 """Answers to names of the literature that are not names of parts in configs."""
 
+SHOWN_HEADS = 4
+"""Number of heads at each end of a long list that a printed object shows."""
+
 
 class Described:
     """Object that can be rebuilt from its constructor arguments, which it keeps as attributes of the same names."""
@@ -56,8 +63,19 @@ class Described:
         return {"name": self.name} | {argument: _plain(getattr(self, argument)) for argument in arguments}
 
     def extra_repr(self) -> str:
-        """Return the constructor's arguments, as :class:`torch.nn.Module` prints them."""
-        return ", ".join(f"{key}={value!r}" for key, value in self.to_config().items() if key != "name")
+        """Return the constructor's arguments, and the present parameters with one number per head.
+
+        One number stands for all heads that are equal.
+        """
+        arguments = (f"{key}={value!r}" for key, value in self.to_config().items() if key != "name")
+        # Meta and sharded tensors have no values here.
+        heads = {name: value for name, value in self.present_values().items() if value.dim() == 1 and not value.is_meta}
+        now = (f"{name}={_brief(value.tolist())}" for name, value in heads.items() if can_be_read(value.cpu()))
+        return "; now ".join(filter(None, (", ".join(arguments), ", ".join(now))))
+
+    def present_values(self) -> Mapping[str, Tensor]:
+        """Return the present parameters by name, detached; none by default."""
+        return {}
 
 
 def check_can_be_built(kind: str, catalogue: Mapping[str, type[Part]], part: Part, *, cure: str) -> None:
@@ -78,6 +96,15 @@ def check_can_be_built(kind: str, catalogue: Mapping[str, type[Part]], part: Par
             f"cannot save the {kind} {own.__name__}: loading looks up its name in the catalogue of {kind}s, where "
             f"{holds}. Give the class a unique name and {cure}, both when saving and when loading"
         )
+
+
+def _brief(numbers: Sequence[float]) -> str:
+    words = [f"{each:.3g}" for each in numbers]
+    if len({*words}) == 1:
+        return words[0]
+    if len(words) > 2 * SHOWN_HEADS:
+        words[SHOWN_HEADS:-SHOWN_HEADS] = ["..."]
+    return f"[{', '.join(words)}]"
 
 
 def _plain(value: Any) -> Any:

@@ -12,6 +12,7 @@ from prior_samples import HEADS, SAMPLES, every_prior, every_prior_with_paramete
 from safetensors.torch import load, save
 from torch import nn
 
+from attention_priors import NullKey, ResidualSSMax, SSMax
 from attention_priors.priors import (
     CATALOGUE,
     ClippedOffsets,
@@ -91,6 +92,19 @@ def test_repr_shows_the_current_parameters():
     assert "init='laplace'" in repr(prior)
     assert repr(prior).endswith("; now alpha=[0.00391, 4.29e+09], beta=[-0.5, 0.25], mu=0, theta_alpha=[-2.77, -5.55])")
     assert repr(Laplace(2) + prior).count("now alpha=") == 1  # the term prints its parameters, the sum does not
+
+
+@pytest.mark.parametrize(
+    ("make_part", "attribute"),
+    [(SSMax, "s"), (ResidualSSMax, "s"), (NullKey, "logit")],
+)
+def test_repr_of_logit_scales_and_null_keys_shows_the_learned_numbers(make_part: Any, attribute: str):
+    part = make_part(2, init=0.5)
+    assert "init=0.5" in repr(part)
+    assert repr(part).endswith("; now s=0.5)")
+    with torch.no_grad():
+        getattr(part, attribute).copy_(torch.tensor([0.25, -1.0]))
+    assert repr(part).endswith("; now s=[0.25, -1])")
 
 
 def test_repr_is_short_for_many_heads_and_for_tables():

@@ -48,6 +48,10 @@ class SSMax(Described, KeepsFloat32):
         """Reset ``s`` to ``init``."""
         nn.init.constant_(self.s, self.init)
 
+    def present_values(self) -> Mapping[str, Tensor]:
+        """Return ``s``, one number per head."""
+        return {"s": self.s.detach()}
+
     def forward(self, visible_keys: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
         """Return the logit scale ``c``, ``(..., H, Lq)``.
 

@@ -48,6 +48,10 @@ class NullKey(Described, KeepsFloat32):
         """Reset ``s`` to ``init``."""
         nn.init.constant_(self.logit, self.init)
 
+    def present_values(self) -> Mapping[str, Tensor]:
+        """Return ``s``, one number per head."""
+        return {"s": self.logit.detach()}
+
 
 def null_key_from_config(config: Mapping[str, Any] | str | None, num_heads: int) -> NullKey | None:
     """Build a null key from its config. None gives None.

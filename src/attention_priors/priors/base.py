@@ -24,10 +24,6 @@ float32 ends near -3.4e38. The floor leaves room for the logit scale that multip
 """
 
 
-_SHOWN = 4
-"""Number of heads at each end of a long list that a printed prior shows."""
-
-
 class Structure(enum.Flag):
     """Dependence of a log-prior ``K(i, j)`` on the two positions. The structure decides how attention is computed.
 
@@ -255,20 +251,9 @@ class Prior(Described, KeepsFloat32):
         """Return the parameters in the units of the literature, each ``(H,)`` or ``(H, ...)``, detached."""
         return {}
 
-    def extra_repr(self) -> str:
-        """Return the constructor's arguments, and the present natural parameters with one number per head.
-
-        One number stands for all heads that are equal. A prior made of priors prints its parts instead.
-        """
-        parts = any(isinstance(child, Prior) for child in self.children())
-        # Meta and sharded tensors have no values here.
-        values = {name: value for name, value in self.natural_parameters().items() if not (parts or value.is_meta)}
-        now = [
-            f"{name}={_brief(value.tolist())}"
-            for name, value in values.items()
-            if value.dim() == 1 and can_be_read(value.cpu())
-        ]
-        return "; now ".join(filter(None, [super().extra_repr(), ", ".join(now)]))
+    def present_values(self) -> Mapping[str, Tensor]:
+        """Return the natural parameters. A prior made of priors has none here, because its parts print theirs."""
+        return {} if any(isinstance(child, Prior) for child in self.children()) else self.natural_parameters()
 
     def _set_learned(self, learn: bool | str | Collection[str], **attributes: str) -> None:
         """Make only the parameters in ``learn`` trainable: True (all), False (none), or a name or collection of names.
@@ -304,15 +289,6 @@ class Prior(Described, KeepsFloat32):
         if not isinstance(other, Prior):
             return NotImplemented
         return Sum([*self.terms(), *other.terms()])
-
-
-def _brief(numbers: Sequence[float]) -> str:
-    words = [f"{each:.3g}" for each in numbers]
-    if len({*words}) == 1:
-        return words[0]
-    if len(words) > 2 * _SHOWN:
-        words[_SHOWN:-_SHOWN] = ["..."]
-    return f"[{', '.join(words)}]"
 
 
 def checked_log_prior(term: Prior, at: Tensor, dtype: torch.dtype) -> Tensor:

@@ -251,10 +251,10 @@ def test_heads_without_attached_parts_are_uniform(findings: dict[str, dict[str, 
 
 
 def test_dropped_positions_are_reported(findings: dict[str, dict[str, Any]], tmp_path: Path) -> None:
-    assert findings["a scale on some heads"]["positions"] == "none (a learned table, dropped)"
+    assert findings["a scale on some heads"]["positions"] == "a learned table, dropped in all layers"
     assert findings["some heads"]["positions"] == "rotary"
     llama = LlamaConfig(**SMALL, intermediate_size=32, num_hidden_layers=2)
-    for layers, words in ((None, "none (rotary, dropped)"), ([1], "rotary, dropped in 1 of 2 layers")):
+    for layers, words in ((None, "rotary, dropped in all layers"), ([1], "rotary, dropped in 1 of 2 layers")):
         model: Any = AutoModelForCausalLM.from_config(llama)
         attach(model, "laplace", drop_positions=True, layers=layers).save_pretrained(tmp_path / words)
         assert load_inspected(tmp_path / words).positions() == words
@@ -749,10 +749,10 @@ def test_the_default_length_is_limited_by_the_table(folders: dict[str, Path]) ->
 
 
 def test_models_without_priors_attend_by_content(findings: dict[str, dict[str, Any]]) -> None:
-    assert "the content (with its own positions: a learned table) determines all attention, as there is " \
+    assert "the content (the model's own positions: a learned table) determines all attention, as there is " \
         "no prior." in inspection_summary(findings["GPT-2"])  # fmt: skip
     assert "mean over heads, and the content the rest" in inspection_summary(findings["ours"])
-    assert "the content (with its own positions: rotary) the rest" in inspection_summary(findings["goat on Llama"])
+    assert "the content (the model's own positions: rotary) the rest" in inspection_summary(findings["goat on Llama"])
 
 
 def test_inspections_of_other_models_are_not_overwritten(

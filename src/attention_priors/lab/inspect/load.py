@@ -86,9 +86,8 @@ class Inspected:
         dropped = [] if attached is None else dropped_layers(attached)
         if not dropped:
             return own
-        if len(dropped) < config.num_hidden_layers:
-            return f"{own}, dropped in {len(dropped)} of {config.num_hidden_layers} layers"
-        return f"none ({own}, dropped)"
+        of_all = len(dropped) == config.num_hidden_layers
+        return f"{own}, dropped in {'all' if of_all else f'{len(dropped)} of {config.num_hidden_layers}'} layers"
 
 
 def _name(encoding: dict[str, Any] | str | None) -> str:
