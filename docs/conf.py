@@ -16,6 +16,8 @@ KernelManager.transport_encryption.default_value = "auto"
 logging.getLogger("traitlets").setLevel(logging.WARNING)
 # Tutorials show no progress bars.
 os.environ |= {"TQDM_DISABLE": "1", "PYTHONWARNINGS": "ignore:IProgress"}
+# Tutorials run the commands of this environment.
+os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
 
 project = "attention-priors"
 release = __version__
@@ -33,6 +35,7 @@ myst_enable_extensions = ["dollarmath"]
 myst_heading_anchors = 4
 nb_execution_mode = "force"
 nb_execution_raise_on_error = True
+nb_execution_in_temp = True  # files of tutorials stay out of docs/
 nb_execution_timeout = 600  # seconds a cell, on a busy machine
 nb_merge_streams = True
 nb_output_stderr = "warn"  # and the strict build fails
