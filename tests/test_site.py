@@ -73,7 +73,7 @@ def commands(command: Any, name: str) -> Iterator[tuple[str, Any]]:
 
 
 def words(page: Path) -> str:
-    """The text of a page, without its tags."""
+    """Return the text of a page without its tags."""
     return unescape(re.sub(r"<[^>]+>", "", page.read_text()))
 
 
