@@ -41,7 +41,7 @@ tour: $(VENV)/lab
 	$(BIN)/attention-priors tour
 
 demo: $(VENV)/lab
-	$(BIN)/attention-priors compare recipes/demo.yaml --output runs/demo
+	$(BIN)/attention-priors compare recipes/demo.yaml --seeds 3 --output runs/demo
 
 pages: $(VENV)/lab
 	$(BIN)/attention-priors report $(dir $(PAGES))

@@ -96,7 +96,7 @@ def test_latex_is_balanced_and_plain(swept, tmp_path):
 
 
 def test_tables_without_data_are_removed(swept, tmp_path):
-    names = ["passkey", "perplexity", "axes", "extension", "heads", "training", "runs"]
+    names = ["passkey", "passkey_by_seed", "perplexity", "axes", "extension", "heads", "training", "runs"]
     first = write_tables(tables(swept.results()), tmp_path)
     assert [path.name for path in first] == [f"{name}.{ending}" for name in names for ending in ("md", "tex")]
     for name in ("README.md", "main.tex", "heads.txt"):
@@ -104,7 +104,7 @@ def test_tables_without_data_are_removed(swept, tmp_path):
     for kind in ("perplexity", "prior", "logit_scale"):
         swept.put(kind, [])
     written = write_tables(tables(swept.results()), tmp_path)
-    assert {path.stem for path in written} == {"passkey", "axes", "extension", "training", "runs"}
+    assert {path.stem for path in written} == {"passkey", "passkey_by_seed", "axes", "extension", "training", "runs"}
     others = {path.name for path in tmp_path.iterdir()} - {path.name for path in written}
     assert others == {"README.md", "main.tex", "heads.txt"}
 

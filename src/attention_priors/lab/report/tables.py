@@ -18,7 +18,7 @@ from attention_priors.lab.report import estimates
 from attention_priors.lab.report.comparisons import comparisons
 from attention_priors.lab.report.estimates import KINDS, NEAR, STRONG, by_scheme, over, own_passkeys
 from attention_priors.lab.report.table import ABSENT, Cell, Table
-from attention_priors.lab.report.wording import decimals, duration, listing, multiple, quantity, wording
+from attention_priors.lab.report.wording import decimals, duration, listing, multiple, percent, quantity, wording
 from attention_priors.lab.results import Frame, Results
 
 _POSITIONS = 6
@@ -36,7 +36,7 @@ _thousandths = "{:.3f}".format
 def tables(results: Results) -> dict[str, Table]:
     """Return every table of a study by name; tables without data have no lines."""
     makers = (
-        accuracy, passkey, perplexity, copying, retrieval, answer_tokens, plan_losses, completions, needle_weights,
+        accuracy, passkey, passkey_by_seed, perplexity, copying, retrieval, answer_tokens, plan_losses, completions, needle_weights,
         timing, axes, extension, head_counts, prior_mass, prior_reach, training, runs,
     )  # fmt: skip
     return {table.name: table for table in (make(results) for make in makers)}
@@ -105,6 +105,18 @@ def passkey(results: Results) -> Table:
     rows = own_passkeys(results)
     lines = [([name, kind], cells) for name, own in share_lines(rows).items() for kind, cells in own]
     return Table.across("passkey", wording("passkey"), ["scheme", "over"], columns_of(rows.length), lines)
+
+
+def passkey_by_seed(results: Results) -> Table:
+    """Return each seed's retrieved shares of the recipe's own pass keys, by length; without lines for a single seed."""
+    rows = own_passkeys(results)
+    found = estimates.shares(rows, "scheme", "seed", "length").groupby(["scheme", "seed"], observed=True)
+    lines = [
+        ([str(name), str(seed)], {cell.length: percent(cell.share) for cell in own.itertuples()})
+        for (name, seed), own in found
+    ]
+    about, columns = wording("passkey_by_seed"), columns_of(rows.length)
+    return Table.across("passkey_by_seed", about, ["scheme", "seed"], columns, lines if rows.seed.nunique() > 1 else [])
 
 
 def passkey_overview(results: Results) -> Table:
