@@ -509,7 +509,7 @@ def test_identities_do_not_depend_on_the_notation_of_a_scheme():
     assert files[parts[1] / "identity.json"]["positions"]["prior"] == "laplace"
     assert files[parts[2] / "identity.json"] == {
         "context_length": 300,
-        "positions": {"prior": None, "share_prior": False, "encoding": None, "logit_scale": None},
+        "positions": PositionSettings().model_dump(mode="json"),
         "training": None,
     }
     assert files[run / "identity.json"] == _identity(_recipe({}), "ALiBi")

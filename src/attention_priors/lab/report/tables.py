@@ -36,8 +36,8 @@ _thousandths = "{:.3f}".format
 def tables(results: Results) -> dict[str, Table]:
     """Return every table of a study by name; tables without data have no lines."""
     makers = (
-        accuracy, passkey, passkey_by_seed, perplexity, copying, retrieval, answer_tokens, plan_losses, completions, needle_weights,
-        timing, axes, extension, head_counts, prior_mass, prior_reach, training, runs,
+        accuracy, passkey, passkey_by_seed, perplexity, copying, retrieval, answer_tokens, plan_losses, completions,
+        needle_weights, timing, axes, extension, head_counts, prior_mass, prior_reach, training, runs,
     )  # fmt: skip
     return {table.name: table for table in (make(results) for make in makers)}
 

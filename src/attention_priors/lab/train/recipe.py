@@ -311,10 +311,6 @@ def _digest(content: list) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
-def _is_none(value: object) -> bool:
-    return value is None
-
-
 class PositionSettings(Strict):
     """Settings of positions in our decoder."""
 
@@ -329,14 +325,13 @@ class PositionSettings(Strict):
     logit_scale: dict[str, Any] | str | None = None
     """Logit scale, such as ``ssmax``: a name, or a mapping of ``name`` and arguments. Each layer learns its own. None
     for no logit scale."""
-    # Unset fields are left out of the identity, so that runs from before these fields keep their identity.
-    null_logit: dict[str, Any] | str | None = Field(default=None, exclude_if=_is_none)
+    null_logit: dict[str, Any] | str | None = None
     """Null key, ``null_key``, to which a head may attend in place of all keys. None for no null key."""
-    key_bias: dict[str, Any] | str | None = Field(default=None, exclude_if=_is_none)
+    key_bias: dict[str, Any] | str | None = None
     """Bias of each key, such as ``forget_gate``: a name, or a mapping of ``name`` and arguments. None for no bias."""
-    layer_pattern: list[str] | None = Field(default=None, exclude_if=_is_none)
+    layer_pattern: list[str] | None = None
     """Names of the kinds of layers, repeated over the layers. None if all layers are alike."""
-    layer_kinds: dict[str, dict[str, Any]] | None = Field(default=None, exclude_if=_is_none)
+    layer_kinds: dict[str, dict[str, Any]] | None = None
     """Settings of each kind of layer, by name. A kind inherits the settings that it does not have."""
 
 
