@@ -36,7 +36,7 @@ myst_heading_anchors = 4
 nb_execution_mode = "force"
 nb_execution_raise_on_error = True
 nb_execution_in_temp = True  # files of tutorials stay out of docs/
-nb_execution_timeout = 600  # seconds a cell, on a busy machine
+nb_execution_timeout = 1200  # seconds a cell, on a busy machine
 nb_merge_streams = True
 nb_output_stderr = "warn"  # and the strict build fails
 
