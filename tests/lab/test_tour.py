@@ -23,7 +23,7 @@ from html_pages import Page
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_an_example_in_bfloat16_retrieves_pass_keys_at_its_training_length(name: str, tmp_path: Path):
     plan = EvaluationPlan(tasks=("passkey_corpus",), lengths=(TRAINED - 5,), depths=20)
-    subject = Subject.load(str(example_folder(name)), dtype="bfloat16", device="cpu")
+    subject = Subject.load(example_folder(name), dtype="bfloat16", device="cpu")
     assert evaluate(subject, plan, tmp_path).accuracies[0].mean >= 0.95
 
 

@@ -36,7 +36,7 @@ def ask_examples(
     """
     found = {}
     for name, scheme in EXAMPLES.items():
-        subject = Subject.load(str(example_folder(name)), device=device)
+        subject = Subject.load(example_folder(name), device=device)
 
         def show(task: str, done: float, total: float, scheme: str = scheme) -> None:
             on_work(scheme, done, total)

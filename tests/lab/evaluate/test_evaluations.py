@@ -34,7 +34,7 @@ RETRIEVAL = [task for task in OF_TEXT if not task.startswith(("perplexity", "pas
 
 @pytest.fixture(scope="module")
 def subjects(folders: dict[str, Path]) -> dict[str, Subject]:
-    found = {kind: Subject.load(str(folders[kind])) for kind in model_folders.KINDS}
+    found = {kind: Subject.load(folders[kind]) for kind in model_folders.KINDS}
     for subject in found.values():
         generation: Any = subject.model.generation_config
         generation.eos_token_id = list(range(0, 400, 4))  # makes answers end early
@@ -257,7 +257,7 @@ def test_length_dependent_positions_need_one_pass(kind: str, plan: Any, tmp_path
     """Beyond 128 tokens, their frequencies depend on the whole length. Cached keys would keep the frequencies of
     earlier chunks.
     """
-    subject = Subject.load(str(model_folders.save(length_dependent(kind), model_folders.tokenizer(), tmp_path / kind)))
+    subject = Subject.load(model_folders.save(length_dependent(kind), model_folders.tokenizer(), tmp_path / kind))
     asked = plan("perplexity", "passkey", lengths=(200, 260))
     with pytest.raises(
         ValueError, match=rf"chunk must be at least .* 264 tokens, got 263: .* type '{kind}' change .* beyond 128"
@@ -294,7 +294,7 @@ def length_dependent(kind: str) -> Any:
 
 def test_texts_beyond_rotary_positions_raise_an_early_warning(plan: Any, tmp_path: Path):
     folder = model_folders.save(length_dependent("dynamic"), model_folders.tokenizer(), tmp_path / "short")
-    subject = Subject.load(str(folder))
+    subject = Subject.load(folder)
     told: list[str] = []
     observer = Observer(on_work=lambda what, done, total: told.append(what), on_message=told.append)
     evaluate(subject, plan("perplexity", lengths=(128,)), tmp_path / "out", observer=observer)

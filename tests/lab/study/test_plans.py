@@ -56,7 +56,7 @@ def approximate(value: Any) -> Any:
 
 def test_rows_match_an_evaluation_of_the_model(asked: Any, tiny: Any, plans: dict[str, Any], tmp_path: Path):
     folder, _ = asked
-    subject = Subject.load(str(folder / "runs" / "ALiBi" / "seed-3" / "model"))
+    subject = Subject.load(folder / "runs" / "ALiBi" / "seed-3" / "model")
     for name in plans:
         found = evaluate(subject, EvaluationPlan.model_validate(plans[name]), tmp_path / name, chunk=64)
         for kind in ("retrieval", "perplexity"):

@@ -211,7 +211,7 @@ def test_incompatible_settings_are_refused_before_any_work(subject: Subject, gen
         evaluate(subject, plan(genome, lengths=(100, 600)), tmp_path / "out")
     words = model_folders.save(model_folders.model("llama"), model_folders.tokenizer(), tmp_path / "llama")
     with pytest.raises(ValueError, match="'genome_completion' needs a model with the tokenizer 'nucleotides'"):
-        evaluate(Subject.load(str(words)), plan(genome), tmp_path / "out")
+        evaluate(Subject.load(words), plan(genome), tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 

@@ -18,7 +18,7 @@ NEW = 12
 @pytest.fixture(scope="module")
 def models(folders: dict[str, Path]) -> dict[str, Any]:
     # Float64, so that rounding cannot make two tokens equally likely.
-    return {kind: Subject.load(str(folders[kind])).model.double() for kind in model_folders.KINDS}
+    return {kind: Subject.load(folders[kind]).model.double() for kind in model_folders.KINDS}
 
 
 def _prompts(batch: int, length: int = 40) -> torch.Tensor:
@@ -54,7 +54,7 @@ def test_texts_end_before_the_end_token(models: dict[str, Any], kind: str):
 
 
 def test_logits_that_are_not_finite_give_no_answer(folders: dict[str, Path]):
-    model: Any = Subject.load(str(folders["llama"])).model
+    model: Any = Subject.load(folders["llama"]).model
     with torch.no_grad():
         model.lm_head.weight[7] = float("nan")
     prompts = _prompts(2)

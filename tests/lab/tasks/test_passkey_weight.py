@@ -62,7 +62,7 @@ def test_keys_outside_the_window_have_weight_0(needle: tuple[int, int]) -> None:
 
 
 def test_interrupted_tasks_resume(folders: dict[str, Path], tmp_path: Path) -> None:
-    subject = Subject.load(str(folders["ours"]))
+    subject = Subject.load(folders["ours"])
 
     def asked(**changes: Any) -> EvaluationPlan:
         settings = {"tasks": ["passkey_weight"], "lengths": (120, 200), "depths": 3, "corpus": str(folders["texts"])}

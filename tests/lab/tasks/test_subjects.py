@@ -24,16 +24,16 @@ from attention_priors.models.vision import PriorVisionConfig, PriorVisionForImag
 
 @pytest.mark.parametrize("kind", model_folders.KINDS)
 def test_fingerprints_do_not_depend_on_the_folder(kind: str, folders: dict[str, Path], tmp_path: Path):
-    found = Subject.load(str(folders[kind]))
+    found = Subject.load(folders[kind])
     shutil.copytree(folders[kind], tmp_path / "elsewhere")
-    assert Subject.load(str(tmp_path / "elsewhere")).identity() == found.identity()
+    assert Subject.load(tmp_path / "elsewhere").identity() == found.identity()
     assert not found.model.training
     assert (len(attached_priors(found.model)) == 2) == (kind == "attached")
 
 
 @pytest.mark.parametrize("kind", ["ours", "attached"])
 def test_fingerprints_change_with_any_weight(kind: str, folders: dict[str, Path]):
-    model = Subject.load(str(folders[kind])).model
+    model = Subject.load(folders[kind]).model
     seen = {model_fingerprint(model)}
     parameters = dict(model.named_parameters())
     assert any("prior" in name for name in parameters)
@@ -52,7 +52,7 @@ def test_models_without_chunked_reading_are_refused(tmp_path: Path):
     model = hf.MambaForCausalLM(hf.MambaConfig(**sizes, state_size=4))
     folder = model_folders.save(model, model_folders.tokenizer(), tmp_path / "mamba")
     with pytest.raises(ValueError, match="expected a causal language model with a KV cache"):
-        Subject.load(str(folder))
+        Subject.load(folder)
 
 
 _ATTENTION: dict[str, Any] = {
@@ -84,7 +84,7 @@ NOT_CAUSAL = {
 def test_other_kinds_of_models_are_named(make: Callable[[], Any], complaint: str, tmp_path: Path):
     make().save_pretrained(tmp_path)
     with pytest.raises(ValueError, match=f"must be a causal language model, .*; got {complaint}"):
-        Subject.load(str(tmp_path))
+        Subject.load(tmp_path)
 
 
 # ---- adapters
@@ -120,7 +120,7 @@ def test_adapters_load_with_their_base_model(kind: str, base: Path, tmp_path: Pa
         AutoTokenizer.from_pretrained(base).save_pretrained(folder)
         (base / "tokenizer.json").unlink()
         (base / "tokenizer_config.json").unlink()
-    subject = Subject.load(str(folder))
+    subject = Subject.load(folder)
     assert not torch.allclose(_logits(whole), plain, atol=1e-3)
     torch.testing.assert_close(_logits(subject.model), _logits(whole), atol=1e-4, rtol=1e-4)
     assert subject.tokenizer.encode("12") == load_inspected(folder).tokenizer.encode("12")  # pyright: ignore[reportOptionalMemberAccess]
@@ -151,7 +151,7 @@ def test_adapters_that_cannot_be_merged_are_named(base: Path, tmp_path: Path):
     adapted = peft.get_peft_model(hf.AutoModelForCausalLM.from_pretrained(base), config)
     adapted.save_pretrained(str(tmp_path / "adapter"))
     with pytest.raises(ValueError, match=r"cannot merge the adapter .*adapter' of type .*PROMPT_TUNING into"):
-        Subject.load(str(tmp_path / "adapter"))
+        Subject.load(tmp_path / "adapter")
 
 
 def test_models_with_non_finite_logits_are_refused(tmp_path: Path):
@@ -160,21 +160,21 @@ def test_models_with_non_finite_logits_are_refused(tmp_path: Path):
         next(model.parameters()).fill_(float("nan"))
     folder = model_folders.save(model, model_folders.tokenizer(), tmp_path / "nan")
     with pytest.raises(ValueError, match="they differ by nan of their standard deviation"):
-        Subject.load(str(folder))
+        Subject.load(folder)
 
 
 def test_fingerprints_change_with_the_config(folders: dict[str, Path]):
-    model: Any = Subject.load(str(folders["llama"])).model
+    model: Any = Subject.load(folders["llama"]).model
     before = model_fingerprint(model)
     model.config.rms_norm_eps *= 2
     assert model_fingerprint(model) != before
 
 
 def test_identities_change_with_precision_tokenizer_and_end_token(folders: dict[str, Path]):
-    subject = Subject.load(str(folders["llama"]))
+    subject = Subject.load(folders["llama"])
     before = subject.identity()
     assert before["dtype"] == "float32"
-    half = Subject.load(str(folders["llama"]), dtype="bfloat16").identity()
+    half = Subject.load(folders["llama"], dtype="bfloat16").identity()
     assert half["dtype"] == "bfloat16"
     assert half["model"] != before["model"]
     assert half["tokenizer"] == before["tokenizer"]
@@ -189,7 +189,7 @@ def test_identities_change_with_precision_tokenizer_and_end_token(folders: dict[
 
 
 def test_a_tokenizers_saved_length_limit_does_not_change_the_identity(folders: dict[str, Path]):
-    subject = Subject.load(str(folders["llama"]))
+    subject = Subject.load(folders["llama"])
     backend: Any = subject.tokenizer.backend_tokenizer  # pyright: ignore[reportAttributeAccessIssue]
     backend.enable_truncation(max_length=7)
     first = subject.identity()
@@ -197,7 +197,7 @@ def test_a_tokenizers_saved_length_limit_does_not_change_the_identity(folders: d
 
 
 def test_texts_begin_with_the_tokenizers_start_tokens(folders: dict[str, Path]):
-    subject = Subject.load(str(folders["llama"]))
+    subject = Subject.load(folders["llama"])
     assert subject.beginning().tolist() == []
     before = subject.identity()
     backend: Any = subject.tokenizer.backend_tokenizer  # pyright: ignore[reportAttributeAccessIssue]
@@ -211,7 +211,7 @@ def test_texts_begin_with_the_tokenizers_start_tokens(folders: dict[str, Path]):
 @pytest.mark.parametrize("device", ["mps", "meta", "gpu", "cuda:99", ""])
 def test_missing_devices_are_refused(device: str, folders: dict[str, Path]):
     with pytest.raises(ValueError, match="device"):
-        Subject.load(str(folders["gpt2"]), device=device)
+        Subject.load(folders["gpt2"], device=device)
 
 
 def test_models_with_missing_weights_are_refused(folders: dict[str, Path], tmp_path: Path):
@@ -225,7 +225,7 @@ def test_models_with_missing_weights_are_refused(folders: dict[str, Path], tmp_p
     with pytest.raises(
         OSError, match=r"broken is not a complete LlamaForCausalLM: no weights for model.layers.1.mlp.up_proj.weight"
     ):
-        Subject.load(str(folder))
+        Subject.load(folder)
 
 
 def test_tokenizers_larger_than_the_model_are_refused(folders: dict[str, Path], tmp_path: Path):
@@ -235,7 +235,7 @@ def test_tokenizers_larger_than_the_model_are_refused(folders: dict[str, Path], 
     words.add_tokens(["pass key"])
     words.save_pretrained(folder)
     with pytest.raises(ValueError, match="has 400 tokens, but its tokenizer has 401"):
-        Subject.load(str(folder))
+        Subject.load(folder)
 
 
 def test_models_without_a_tokenizer_are_refused(folders: dict[str, Path], tmp_path: Path):
@@ -244,7 +244,7 @@ def test_models_without_a_tokenizer_are_refused(folders: dict[str, Path], tmp_pa
         shutil.copytree(folders[kind], folder, ignore=shutil.ignore_patterns("tokenizer*", "special*", "vocab*"))
         assert json.loads((folder / "config.json").read_text())["vocab_size"] == 400
         with pytest.raises(OSError, match=r"^tokenizer .* cannot be loaded"):
-            Subject.load(str(folder))
+            Subject.load(folder)
 
 
 @pytest.mark.parametrize(("there", "name"), [(True, "cuda"), (False, "cpu")])

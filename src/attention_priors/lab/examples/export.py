@@ -39,7 +39,7 @@ def main() -> None:
             source, rounded = run_folder(asked.comparison, scheme, asked.seed) / "model", Path(scratch) / name
             load_model(source, torch.bfloat16).save_pretrained(rounded)
             AutoTokenizer.from_pretrained(source).save_pretrained(rounded)
-            subject = Subject.load(str(rounded), dtype="bfloat16", device="cpu")
+            subject = Subject.load(rounded, dtype="bfloat16", device="cpu")
             share = evaluate(subject, plan, Path(scratch) / "records").accuracies[0].mean
             print(f"{name}: {share:.0%} of pass keys at {TRAINED} tokens, in bfloat16")
             if share < ENOUGH:

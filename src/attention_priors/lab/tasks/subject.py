@@ -56,7 +56,7 @@ class Subject:
         return self.text_tokenizer
 
     @classmethod
-    def load(cls, name: str, *, dtype: str = "float32", device: str | None = None) -> Subject:
+    def load(cls, name: str | Path, *, dtype: str = "float32", device: str | None = None) -> Subject:
         """Load a model to test: a model of this library, an attached model, or a causal language model of transformers.
 
         Args:
@@ -73,6 +73,7 @@ class Subject:
         if dtype not in DTYPES:
             raise ValueError(f"dtype must be one of {', '.join(DTYPES)}; got {dtype!r}")
         place = device_named(device)
+        name = str(name)
         load_config(name)  # first, so that the error for a wrong name concerns the model and not the tokenizer
         tokenizer = pretrained_tokenizer(tokenizer_of(name))
         model = load_model(name, dtype=DTYPES[dtype])
