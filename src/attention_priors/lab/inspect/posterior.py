@@ -113,7 +113,7 @@ def attention_logits(
 
 
 def problem_logits(problem: Problem) -> AttentionLogits:
-    """Return the logits ``(B, H, Lq, Lk)`` of an attention problem."""
+    """Return the logits ``(B, H, Lq, Lk)`` of an attention problem, such as :attr:`LayerAttention.problem`."""
     content, position, _, hidden = dense_logits(problem)
     position = content.new_zeros(()) if position is None else position
     visible = torch.ones((), dtype=torch.bool, device=content.device) if hidden is None else ~hidden
