@@ -2,7 +2,8 @@
 
 ``python -m attention_priors.lab.examples.export runs/demo --seed 3`` rounds the weights of one seed to bfloat16, and
 checks that each model then still retrieves 19 of 20 pass keys at its training length. Nothing is written if a model
-retrieves fewer.
+retrieves fewer. The tutorials ``inside-a-head`` and ``long-context`` describe the models. After an export, build
+the site and read both.
 """
 
 from __future__ import annotations
