@@ -7,14 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-import yaml
 from tiny_models import VOCABULARY, tiny, tokens
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from attention_priors.hf import attach, export, export_onnx, export_program
 from attention_priors.models import PriorDecoderConfig, PriorDecoderForCausalLM
-from written_pages import ROOT
 
 STEPS = 50
 SIZES: dict[str, Any] = {
@@ -26,8 +24,14 @@ SIZES: dict[str, Any] = {
     "num_key_value_heads": 2,
     "initializer_range": 0.3,
 }
-DEMO: dict[str, dict[str, Any]] = yaml.safe_load((ROOT / "recipes/demo.yaml").read_text())["schemes"]
-DEMO["NoPE+SSMax"] = {"logit_scale": {"name": "ssmax", "init": 0.2}}
+NEIGHBOURS = {"name": "generalized_gaussian", "init": "neighbours", "keep_sign": True}
+SCHEMES: dict[str, dict[str, Any]] = {
+    "BAM": {"prior": NEIGHBOURS},
+    "BAM+SSMax": {"prior": NEIGHBOURS, "logit_scale": {"name": "ssmax", "init": 0.2}},
+    "RoPE": {"encoding": "rotary"},
+    "ALiBi": {"prior": "laplace"},
+    "NoPE+SSMax": {"logit_scale": {"name": "ssmax", "init": 0.2}},
+}
 LAYERS_THAT_DIFFER: dict[str, Any] = {
     "num_hidden_layers": 2,
     "layer_pattern": ["local", "global"],
@@ -109,16 +113,15 @@ def traced_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("traced_once")
-@pytest.mark.parametrize("name", [*DEMO, "attached Llama"])
+@pytest.mark.parametrize("name", [*SCHEMES, "attached Llama"])
 def test_reloaded_programs_and_onnx_runtime_generate_equal_tokens(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for package in ("onnxruntime", "onnxscript"):
         pytest.importorskip(package)
     beside = set[str]()
-    if name in DEMO:
-        parts = ("prior", "encoding", "logit_scale")
-        model: Any = decoder(**{part: DEMO[name][part] for part in parts if part in DEMO[name]})
+    if name in SCHEMES:
+        model: Any = decoder(**SCHEMES[name])
     else:
         model, beside = attached("llama", num_hidden_layers=1), {"model.onnx.data"}
         monkeypatch.setattr(export, "MOST_IN_ONE_FILE", 0)

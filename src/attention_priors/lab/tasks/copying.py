@@ -53,7 +53,7 @@ class CopyMixture:
         ValueError: an argument is outside its range.
     """
 
-    __pydantic_config__ = ConfigDict(use_attribute_docstrings=True)
+    __pydantic_config__ = ConfigDict(extra="forbid", use_attribute_docstrings=True)
 
     vocabulary_size: int = 64
     """Number of different tokens, ``V``; at least 2."""
