@@ -67,7 +67,7 @@ def _root(
 
 @app.command()
 def tour(
-    browser: Annotated[bool, Option("--browser/--no-browser", help="Open the page in a browser.")] = True,
+    no_browser: Annotated[bool, Option("--no-browser", help="Do not open the page in a browser.")] = False,
     device: Device = None,
     output: Annotated[Path, Option(help="Output folder.")] = Path("runs") / "tour",
 ) -> None:
@@ -100,7 +100,7 @@ def tour(
             reports.write_inspection(found, output / "inspection.html")
     written(console, "Page", page)
     written(console, "All heads of one model", output / "inspection.html")
-    if browser and console.is_terminal:
+    if console.is_terminal and not no_browser:
         webbrowser.open(page.absolute().as_uri())
 
 
