@@ -84,7 +84,10 @@ __all__ += families.__all__
 def __getattr__(name: str) -> Any:
     # attach imports transformers, which is optional and takes seconds to import.
     if name == "attach":
-        from attention_priors.hf import attach
-
+        try:
+            from attention_priors.hf import attach
+        except ModuleNotFoundError as error:
+            message = f"attach needs {error.name}; in a clone, run: pip install '.[lab]'"
+            raise ModuleNotFoundError(message, name=error.name) from error
         return attach
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -77,7 +77,7 @@ def test_the_tour_writes_one_page_and_reuses_its_answers(short_tour: Path, monke
 
 def test_the_code_on_the_page_runs(short_tour: Path):
     template = (Path(examples.__file__).parents[1] / "report/pages/templates/tour.html").read_text(encoding="utf-8")
-    code = re.search(r"<pre>(.+?)</pre>", template, re.DOTALL)
+    code = re.search(r"<pre>(import.+?)</pre>", template, re.DOTALL)
     assert code is not None
     variables: dict = {}
     exec(code[1], variables)

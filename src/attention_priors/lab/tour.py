@@ -14,8 +14,8 @@ from attention_priors.lab.tasks import EvaluationPlan, Subject
 LENGTHS = (TRAINED - 5, 256, 512, 1024, 2048, 4096, 8192)
 """Lengths of the prompts in tokens. With its answer of 5 tokens, the first is as long as a training row."""
 
-PLAN = EvaluationPlan(tasks=("passkey_corpus",), lengths=LENGTHS, depths=20)
-"""Pass keys in held-out source and prose of Python's standard library, one for each of twenty depths."""
+PLAN = EvaluationPlan(tasks=("passkey_corpus",), lengths=LENGTHS, depths=10)
+"""Pass keys in held-out source and prose of Python's standard library, one for each of ten depths."""
 
 INSPECTED = "bam-ssmax"
 """Example that the tour looks into."""
@@ -41,7 +41,7 @@ def ask_examples(
         def show(task: str, done: float, total: float, scheme: str = scheme) -> None:
             on_work(scheme, done, total)
 
-        found[scheme] = evaluate(subject, PLAN, output, chunk=2048, batch=10, observer=Observer(show))
+        found[scheme] = evaluate(subject, PLAN, output, chunk=2048, batch=PLAN.depths, observer=Observer(show))
     return found
 
 

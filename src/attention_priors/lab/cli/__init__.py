@@ -10,7 +10,7 @@ try:
 except ModuleNotFoundError as error:  # the lab's dependencies are an extra
     if error.name not in ("typer", "rich"):
         raise
-    sys.exit(f"attention-priors: {error.name} is not installed; run: pip install 'attention-priors[lab]'")
+    sys.exit(f"attention-priors: {error.name} is not installed; in a clone, run: pip install '.[lab]'")
 
 __all__ = ["app", "main"]
 
