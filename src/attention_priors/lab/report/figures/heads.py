@@ -103,7 +103,9 @@ def _curves(panels: Mapping[str, Frame], scheme: str, columns: int, words: Seque
         axes.tick_params(labelbottom=last, labelleft=place % columns == 0)
     keys = [Line2D([], [], label=f"head {head}", **_shade(index, len(heads))) for index, head in enumerate(heads)]
     legend_below(figure, keys, columns=6)
-    figure.supylabel(f"log-prior below its maximum, nats (cut at −{scales.DEPTH_OF_CUT:.0f})", fontsize=9)
+    # A single row of panels is too low for the label on one line.
+    space = "\n" if len(panels) <= columns else " "
+    figure.supylabel(f"log-prior below its maximum,{space}nats (cut at −{scales.DEPTH_OF_CUT:.0f})", fontsize=9)
     return style.titled(figure, scheme)
 
 
