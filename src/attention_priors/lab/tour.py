@@ -10,9 +10,10 @@ from attention_priors.lab.evaluate import Observer, Summary, evaluate
 from attention_priors.lab.examples import EXAMPLES, TRAINED, example_folder
 from attention_priors.lab.inspect import InspectionPlan, inspect_model, load_inspected, text_to_read
 from attention_priors.lab.tasks import EvaluationPlan, Subject
+from attention_priors.lab.tasks.passkey import ANSWER_LENGTH
 
-LENGTHS = (TRAINED - 5, 256, 512, 1024, 2048, 4096, 8192)
-"""Lengths of the prompts in tokens. With its answer of 5 tokens, the first is as long as a training row."""
+LENGTHS = (TRAINED - ANSWER_LENGTH, 256, 512, 1024, 2048, 4096, 8192)
+"""Lengths of the prompts in tokens. With its answer, the first is as long as a training row."""
 
 PLAN = EvaluationPlan(tasks=("passkey_corpus",), lengths=LENGTHS, depths=10)
 """Pass keys in held-out source and prose of Python's standard library, one for each of ten depths."""
