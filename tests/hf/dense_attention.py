@@ -13,7 +13,7 @@ from attention_priors.hf.interface import ATTRIBUTE, IMPLEMENTATION, register
 
 
 def _mask(**arguments: Any) -> Tensor | None:
-    whole: dict[str, Any] = arguments | {"allow_is_causal_skip": False}
+    whole: dict[str, Any] = arguments | {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
     return sdpa_mask(**whole)
 
 

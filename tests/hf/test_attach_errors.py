@@ -155,9 +155,15 @@ def test_models_with_unsupported_attention_are_refused() -> None:
     refused(some, r"layer 1 \(LlamaAttention\), which is not in layers: sinks are supported", layers=[0])
 
 
-def test_encoders_are_refused() -> None:
+def test_encoders_without_numbered_layers_are_refused() -> None:
+    config: Any = hf.DistilBertConfig(vocab_size=64, dim=32, hidden_dim=48, n_layers=2, n_heads=4)
+    refused(hf.DistilBertForMaskedLM(config), r"without an index \(layer None, DistilBertSelfAttention\)$")
+
+
+def test_causal_priors_are_refused_in_encoders() -> None:
     config: Any = hf.BertConfig(**SIZES, intermediate_size=48)
-    refused(hf.BertForMaskedLM(config), r"several self-attention modules|bidirectional|no attention")
+    slope: dict[str, Any] = {"name": "key_sink", "train_length": 16, "init": "recency"}
+    refused(hf.BertForMaskedLM(config), r"layer 0 \(BertSelfAttention\): .* needs a causal mask", prior=slope)
 
 
 def test_positions_that_cannot_be_dropped_are_refused() -> None:

@@ -73,19 +73,20 @@ def attach(
     layer_pattern: Sequence[str] | None = None,
     layer_kinds: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> Model:
-    """Attach a prior to the attention of a transformers decoder, in place.
+    """Attach a prior to the attention of a transformers decoder or encoder, in place.
 
     Logits become ``c_i · (<q_i, k_j> · scaling + K_ij)``, as in :func:`attend`. The model's own masks still apply:
-    causal, padding, sliding windows, packed sequences. With ``K = 0`` and ``c = 1`` outputs do not change. Learned
-    sinks (GPT-OSS, Granite-SWA, MiMo-V2) stay and train; beside sinks, a constant in ``K`` changes the result.
+    causal or bidirectional, padding, sliding windows, packed sequences. With ``K = 0`` and ``c = 1`` outputs do not
+    change. Learned sinks (GPT-OSS, Granite-SWA, MiMo-V2) stay and train; beside sinks, a constant in ``K`` changes the
+    result.
 
     ``generate``, caches, ``Trainer``, PEFT and ``save_pretrained`` keep working. :func:`load_attached` loads a saved
     model, and :func:`save_adapter` saves the attached part alone. The model gets a copy of its config, so that other
     models built from the config do not change.
 
     Args:
-        model: a decoder that uses transformers' attention interface. Llama, Mistral, Qwen, Gemma, SmolLM, GPT-2,
-            GPT-NeoX, OPT and most others do.
+        model: a decoder or an encoder that uses transformers' attention interface. Llama, Mistral, Qwen, Gemma, SmolLM,
+            GPT-2, GPT-NeoX, OPT, BERT, RoBERTa, ModernBERT and most others do.
         prior: a description (``"generalized_gaussian"``, ``{"name": "laplace", "learn": True}``, a list for a sum), a
             prior, or None. Each layer gets a copy of a prior.
         logit_scale: a description, a logit scale, or None. ``"residual_ssmax"`` starts as the identity.
@@ -454,8 +455,8 @@ def attention_layers(model: PreTrainedModel) -> dict[int, nn.Module]:
             index = getattr(module, "layer_idx", None)
             if not isinstance(index, int) or index in found:
                 raise ValueError(
-                    f"{type(model).__name__} is not a plain decoder: it has several self-attention modules in a layer, "
-                    f"or one without an index (layer {index!r}, {type(module).__name__}){_other_way(model)}"
+                    f"{type(model).__name__} is not one stack of layers: it has several self-attention modules in a "
+                    f"layer, or one without an index (layer {index!r}, {type(module).__name__}){_other_way(model)}"
                 )
             found[index] = module
     if not found:
@@ -536,8 +537,6 @@ def _not_computed(module: nn.Module) -> str | None:
 def _check_attention(module: nn.Module) -> None:
     if (problem := _not_computed(module)) is not None:
         raise ValueError(problem)
-    if getattr(module, "is_causal", True) is False:
-        raise ValueError("attach() supports decoders only, and this layer is bidirectional")
 
 
 def _has_sinks(module: nn.Module) -> bool:
@@ -589,7 +588,7 @@ def _make_part(
             raise ValueError(f"{name} has num_heads={part.num_heads}, expected {number}")
     check_over_line(made)
     if made is not None:
-        made.check(causal=True)
+        made.check(causal=getattr(module, "is_causal", True))
     if heads is None:
         return AttachedPrior(made, scale)
     spread = None if scale is None else cast(SSMax, ScaleOnHeads(total, scale, heads))
