@@ -106,8 +106,9 @@ def _curves(prior: Prior) -> Figure:
     figure = Figure((5.6, 2.2), layout="constrained")
     axes = figure.add_subplot(xlabel="position of the key" if of_keys else "distance in tokens", ylabel="nats")
     axes.set(xlim=(-2, 129))
-    for head, colour in zip(values, COLOURS, strict=True):
-        axes.plot(positions if of_keys else 127 - positions, head, color=colour)
+    for number, (head, colour) in enumerate(zip(values, COLOURS, strict=True)):
+        axes.plot(positions if of_keys else 127 - positions, head, color=colour, label=f"head {number}")
+    figure.legend(loc="outside right upper", frameon=False)
     if axes.dataLim.height == 0:  # a flat line, whose own range would be arbitrary
         axes.set_ylim(-1, 1)
     axes.set_ylim(bottom=max(axes.get_ylim()[0], LOWEST))
