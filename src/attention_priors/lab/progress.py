@@ -11,14 +11,29 @@ from rich.progress import (
     BarColumn,
     Progress,
     SpinnerColumn,
+    Task,
     TaskID,
     TextColumn,
     TimeElapsedColumn,
     TimeRemainingColumn,
 )
+from rich.text import Text
 
 FIRST_LINE, LATER_LINES = 15.0, 0.05
 """Time between two lines about a bar without a terminal: at least these seconds, and this share of the elapsed time."""
+
+KNOWN_SHARE, KNOWN_AFTER = 5.0, 60.0
+"""Percentage of the work, or time in seconds, after which a bar shows the remaining time."""
+
+
+class RemainingTime(TimeRemainingColumn):
+    """Remaining time of a bar, unknown at first, because workers start one by one and first steps are slow."""
+
+    def render(self, task: Task) -> Text:
+        """Return the remaining time."""
+        if task.percentage >= KNOWN_SHARE or (task.elapsed or 0.0) >= KNOWN_AFTER:
+            return super().render(task)
+        return Text("-:--:--", style="progress.remaining")
 
 
 class Bars(Progress):
@@ -31,7 +46,7 @@ class Bars(Progress):
 
     def __init__(self, console: Console, *done: str) -> None:
         shown = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), *map(TextColumn, done))
-        super().__init__(*shown, TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn(), console=console)
+        super().__init__(*shown, TimeElapsedColumn(), TextColumn("left"), RemainingTime(), console=console)
         self._shown: dict[str, TaskID] = {}
         self._printed: dict[TaskID, float] = {}
         """Time of the last line about each bar."""
