@@ -5,9 +5,11 @@ import json
 import re
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from matplotlib.collections import LineCollection
 from rich.console import Console
 from transformers import AutoTokenizer
 from typer.testing import CliRunner
@@ -16,8 +18,12 @@ from attention_priors.lab import examples, progress, tour
 from attention_priors.lab.cli import app
 from attention_priors.lab.evaluate import evaluate
 from attention_priors.lab.examples import EXAMPLES, TRAINED, example_folder, example_model
+from attention_priors.lab.report.figures.attention import last_weights
 from attention_priors.lab.tasks import EvaluationPlan, Subject
+from browsing import Opened, in_a_browser
 from html_pages import Page
+
+SHORT_PLAN = EvaluationPlan(tasks=("passkey_corpus",), lengths=(123, 256), depths=2)
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
@@ -48,18 +54,20 @@ def test_an_unknown_example_is_refused_with_the_names():
         example_model("bam_ssmax")
 
 
-@pytest.fixture
-def short_tour(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(tour, "PLAN", EvaluationPlan(tasks=("passkey_corpus",), lengths=(123, 256), depths=2))
-    return tmp_path / "runs" / "tour"
+@pytest.fixture(scope="module")
+def short_tour(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder of a tour of two lengths."""
+    folder = tmp_path_factory.mktemp("tour")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        patch.setattr(tour, "PLAN", SHORT_PLAN)
+        patch.setattr("webbrowser.open", lambda url: pytest.fail("a browser opens without a terminal"))
+        first = CliRunner().invoke(app, ["tour"])
+    assert first.exit_code == 0, first.output
+    return folder / "runs" / "tour"
 
 
 def test_the_tour_writes_one_page_and_reuses_its_answers(short_tour: Path, monkeypatch: pytest.MonkeyPatch):
-    opened: list[str] = []
-    monkeypatch.setattr("webbrowser.open", opened.append)
-    first = CliRunner().invoke(app, ["tour"])
-    assert first.exit_code == 0, first.output
     answers = (short_tour / "results.jsonl").read_text()
     lines = [json.loads(line) for line in answers.splitlines()]
     assert sum("depth" in line for line in lines) == len(EXAMPLES) * 2 * 2
@@ -67,15 +75,38 @@ def test_the_tour_writes_one_page_and_reuses_its_answers(short_tour: Path, monke
     assert all(scheme in page.text for scheme in EXAMPLES.values())
     assert len(page.all("img")) == 3
     assert all(image["src"].startswith("data:image/png;base64,") and image["alt"] for image in page.all("img"))
-    # Nothing is asked again, and no browser opens where there is no terminal.
+    # Nothing is asked again.
+    monkeypatch.chdir(short_tour.parents[1])
+    monkeypatch.setattr(tour, "PLAN", SHORT_PLAN)
     monkeypatch.setattr("attention_priors.lab.tasks.passkey.PasskeyTexts.sample", None)
     second = CliRunner().invoke(app, ["tour"])
     assert second.exit_code == 1, second.output
     assert (short_tour / "results.jsonl").read_text() == answers
-    assert not opened
 
 
-def test_the_code_on_the_page_runs(short_tour: Path):
+@in_a_browser
+@pytest.mark.parametrize("width", [1440, 390])
+def test_the_page_is_legible_at_the_width(browser: Any, short_tour: Path, width: int):
+    opened = Opened(browser, short_tour / "tour.html", width)
+    opened.check()
+    # 8.5 points of a figure of 4.2 inches.
+    assert min(opened.each("img", "8.5 / (4.2 * 72) * e.clientWidth")) >= 9
+    assert not any(opened.each(".scroll", "e.scrollWidth > e.clientWidth"))
+    opened.context.close()
+
+
+def test_weights_of_the_last_token_stand_beside_the_pass_key():
+    weights = torch.rand(6, 6).tril()
+    figure = last_weights({"needle": [1, 3]}, {"weights": weights}, "head 0.0")
+    (axes,) = figure.axes
+    (lines,) = axes.collections
+    assert isinstance(lines, LineCollection)
+    assert [tuple(top) for _, top in lines.get_segments()] == list(enumerate(weights[-1].tolist()))
+    (place,) = axes.patches
+    assert [*place.get_extents().transformed(axes.transData.inverted()).intervalx] == pytest.approx([1, 3])
+
+
+def test_the_code_on_the_page_runs():
     template = (Path(examples.__file__).parents[1] / "report/pages/templates/tour.html").read_text(encoding="utf-8")
     code = re.search(r"<pre>(import.+?)</pre>", template, re.DOTALL)
     assert code is not None
@@ -94,3 +125,19 @@ def test_bars_print_lines_without_a_terminal(monkeypatch: pytest.MonkeyPatch):
         lines = output.getvalue().splitlines()
     assert 1 < len(lines) < 5
     assert all(re.fullmatch(r"\[a\] model: \d0 % some text", line) for line in lines)
+
+
+def test_bars_show_the_remaining_time_once_the_pace_is_known():
+    now = 0.0
+    bars = progress.Bars(Console(file=io.StringIO(), get_time=lambda: now))
+
+    def left(key: str, seconds: float, done: float) -> str:
+        nonlocal now
+        now = seconds
+        bars.show(key, key, done, 100)
+        return progress.RemainingTime().render(bars.tasks[-1]).plain
+
+    assert [left("short", 5 * done, done) for done in range(5)] == ["-:--:--"] * 5
+    assert left("short", 25, 5) == "0:07:55"  # 95 % at 1 % in 5 seconds
+    assert [left("long", 30 + 20 * done, done / 4) for done in range(3)] == ["-:--:--"] * 3
+    assert left("long", 90, 0.75) == "2:12:20"  # 99.25 % at 0.25 % in 20 seconds

@@ -1,4 +1,4 @@
-"""Attention maps of one model, by layer and head."""
+"""Attention weights and maps of one model, by layer and head."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 
 from attention_priors.lab.report.figures.layout import panel_grid
 from attention_priors.lab.report.figures.scales import set_ticks
-from attention_priors.lab.report.figures.style import blank, label
+from attention_priors.lab.report.figures.style import COLOURS, blank, label, start, titled
 
 _MOST_PIXELS = 430
 """Largest side of an attention map in pixels. Each pixel shows the maximum of its weights, so that single columns stay
@@ -89,6 +89,24 @@ def attention_map(passkey: Mapping[str, Any], shown: Mapping[str, Any], title: s
     bar.set_label("attention weight", fontsize=8)
     bar.ax.tick_params(labelsize=7.5)
     return figure
+
+
+def last_weights(passkey: Mapping[str, Any], shown: Mapping[str, Any], title: str) -> Figure:
+    """Draw the weights of one head from the last token of the prompt on every token, with the place of the pass key.
+
+    Args:
+        passkey: Passkey part of an inspection.
+        shown: One of its maps.
+        title: Title of the figure.
+    """
+    weights = np.asarray(shown["weights"], dtype=np.float32)[-1]
+    figure, axes = start(3.0)
+    begin, end = passkey["needle"]
+    axes.axvspan(begin, end, color=COLOURS[4], alpha=0.3, linewidth=0)
+    axes.vlines(np.arange(len(weights)), 0, weights, color=COLOURS[0], linewidth=1.5)
+    axes.annotate("pass key", (end, 0.9), (6, 0), textcoords="offset points", va="center")
+    axes.set(xlim=(0, len(weights)), ylim=(0, 1), xlabel="position in the prompt, tokens", ylabel="attention weight")
+    return titled(figure, title)
 
 
 def _pooled(weights: np.ndarray) -> tuple[np.ndarray, int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from matplotlib.axes import Axes
@@ -89,10 +90,15 @@ def titled(figure: Figure, title: str) -> Figure:
     return figure
 
 
-def png(figure: Figure) -> bytes:
-    """Return a drawing as a PNG file with a palette, if possible of at most 100 kB."""
+def png(figure: Figure, dots_per_inch: Sequence[int] = _DOTS_PER_INCH) -> bytes:
+    """Return a drawing as a PNG file with a palette, if possible of at most 100 kB.
+
+    Args:
+        figure: Drawing.
+        dots_per_inch: Candidate resolutions, from the finest.
+    """
     content = b""
-    for resolution in _DOTS_PER_INCH:
+    for resolution in dots_per_inch:
         drawn, written = io.BytesIO(), io.BytesIO()
         figure.savefig(drawn, format="png", dpi=resolution)
         palette = Image.open(drawn).convert("RGB").quantize(_PALETTE, dither=Image.Dither.NONE)

@@ -12,7 +12,7 @@ from attention_priors.lab.machine import now, processor, versions
 from attention_priors.lab.report.estimates import own_passkeys
 from attention_priors.lab.report.figures import curves
 from attention_priors.lab.report.figures import heads as drawn
-from attention_priors.lab.report.figures.attention import attention_map
+from attention_priors.lab.report.figures.attention import last_weights
 from attention_priors.lab.report.figures.style import png
 from attention_priors.lab.report.pages import embedded_figure, render
 from attention_priors.lab.report.pages.inspection import inspection_results
@@ -20,6 +20,9 @@ from attention_priors.lab.report.pages.study import reach
 from attention_priors.lab.report.tables import passkey_overview
 from attention_priors.lab.report.wording import percent, wording
 from attention_priors.lab.results import FORMAT, Results
+
+_WIDTH, _DOTS_PER_INCH = 4.2, 200
+"""Width of a figure in inches, so that its text is legible on a phone, and resolution."""
 
 
 def tour_results(summaries: Mapping[str, Summary], trained: int) -> Results:
@@ -53,13 +56,21 @@ def write_tour(results: Results, inspected: str, found: Mapping[str, Any], path:
     drawings = {
         "reach": (curves.scores_by_length(results, rows), "Pass keys retrieved against context length, by scheme"),
         "priors": (drawn.prior_curves(of_heads["prior"], inspected), "Log-prior of each head against distance"),
-        "map": (attention_map(passkey, shown, name), f"Attention map of {name} on a prompt with a pass key"),
+        "weights": (
+            last_weights(passkey, shown, f"{name}, last token of the question"),
+            f"Weights of {name} on a prompt with a pass key",
+        ),
     }
+    figures = {}
+    for kind, (figure, alt) in drawings.items():
+        if figure is not None:
+            figure.set_figwidth(_WIDTH)
+            figures[kind] = [embedded_figure(png(figure, (_DOTS_PER_INCH,)), f"{alt}.")]
     page = render(
         "tour.html", found=found, best=best | {"name": name, "share": percent(best["needle"])}, inspected=inspected,
         summary=wording("tour", reached=reach(results), trained=results.context_lengths[0]),
         table=passkey_overview(results), texts=texts,
-        figures={kind: [embedded_figure(png(figure), f"{alt}.")] for kind, (figure, alt) in drawings.items() if figure},
+        figures=figures,
         made={"created": now(), "processor": processor(), "versions": versions(("attention-priors", "torch"))},
     )  # fmt: skip
     write_bytes(path, page.encode())
