@@ -1,4 +1,4 @@
-"""The Python examples of docs/grids.md run in order."""
+"""The Python examples of docs/grids.md and docs/encoders.md run in order."""
 
 import pytest
 import torch
@@ -6,12 +6,18 @@ import torch
 from written_pages import python_of, run_page
 
 
-def test_examples_run(capsys: pytest.CaptureFixture[str]) -> None:
-    assert len(python_of("docs/grids.md")) == 4
+def test_examples_of_grids_run(capsys: pytest.CaptureFixture[str]) -> None:
+    assert len(python_of("docs/grids.md")) == 2
+    with torch.no_grad():
+        run_page("docs/grids.md")
+    assert capsys.readouterr().out == "torch.Size([6, 3073])\n"
+
+
+def test_examples_of_encoders_run() -> None:
+    assert len(python_of("docs/encoders.md")) == 2
     torch.manual_seed(0)
     with torch.no_grad():
-        names = run_page("docs/grids.md")
-    assert capsys.readouterr().out == "torch.Size([6, 3073])\n"
+        names = run_page("docs/encoders.md")
     assert names["out"].shape == (2, 20, 512)
     assert 5 < names["loss"] < 7  # ln 401 is 6
     # The page's statement on cross-attention without positions.
