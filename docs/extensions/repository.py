@@ -24,6 +24,9 @@ PAGES = {
 BELOW = {"results/README": "*/README\n/results/RAW", "performance": "benchmarks/*/table", "recipes": "recipe-keys/*"}
 """Pages with pages below them in the table of contents."""
 
+INTERVAL = re.compile(r"(\[\S+, \S+\]|\S+× \(\S+\))")
+"""Interval of a number, ``[46, 69]``, or a factor with its interval, ``1.12× (1.10–1.13)``."""
+
 LINK = re.compile(r"(?<=\]\()([^)#\s:]+)(?=[)#])")
 
 
@@ -41,6 +44,15 @@ def adapt(_: Sphinx, page: str, source: list[str]) -> None:
     if page in BELOW:
         text += f"\n```{{toctree}}\n:hidden:\n:glob:\n\n{BELOW[page]}\n```\n"
     source[0] = text
+
+
+def mark_intervals(_: Sphinx, doctree: nodes.document) -> None:
+    """Give the intervals in tables a class, whose style keeps them on one line."""
+    for entry in doctree.findall(nodes.entry):
+        for text in [*entry.findall(nodes.Text)]:
+            parts = [nodes.Text(part) for part in INTERVAL.split(text)]
+            parts[1::2] = [nodes.inline("", "", part, classes=["interval"]) for part in parts[1::2]]
+            text.parent.replace(text, parts)
 
 
 def separate_lists(_: Sphinx, kind: str, name: str, documented: Any, options: Any, lines: list[str]) -> None:
@@ -71,6 +83,7 @@ def find_name(app: Sphinx, env: BuildEnvironment, node: nodes.Element, text: nod
 def setup(app: Sphinx) -> dict[str, Any]:
     """Register the changes of pages and docstrings."""
     app.connect("source-read", adapt)
+    app.connect("doctree-read", mark_intervals)
     app.connect("missing-reference", find_name)
     app.connect("autodoc-process-docstring", separate_lists, priority=400)  # before napoleon
     return {"parallel_read_safe": True, "parallel_write_safe": True}
