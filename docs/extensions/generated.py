@@ -103,7 +103,7 @@ def _curves(prior: Prior) -> Figure:
     positions = torch.arange(128)
     values = prior.log_prior(positions[-1:], positions)[:, 0].detach()
     of_keys = Structure.OF_KEYS in prior.structure
-    figure = Figure((5.6, 2.2), layout="constrained")
+    figure = Figure((4.6, 2.2), layout="constrained")
     axes = figure.add_subplot(xlabel="position of the key" if of_keys else "distance in tokens", ylabel="nats")
     axes.set(xlim=(-2, 129))
     for number, (head, colour) in enumerate(zip(values, COLOURS, strict=True)):
