@@ -93,15 +93,21 @@ def tokenizer_of(name: str | Path) -> str:
     return str(name) if adapter is None or adapter.has_tokenizer else tokenizer_of(adapter.base)
 
 
-def load_whole(kind: Any, name: str | Path, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+def load_whole(kind: Any, name: str | Path, dtype: torch.dtype = torch.float32, **options: Any) -> PreTrainedModel:
     """Load a model by a class or Auto class of transformers, and check that no weights are missing.
+
+    Args:
+        kind: class whose ``from_pretrained`` loads the model.
+        name: folder or Hugging Face name of the model.
+        dtype: dtype of the weights.
+        options: further options of ``from_pretrained``.
 
     Raises:
         OSError: the model cannot be loaded, or weights are missing.
         ValueError: the model's files are damaged.
     """
     with folder_or_repository("model", name), damage_named(name):
-        model, found = kind.from_pretrained(name, dtype=dtype, output_loading_info=True)
+        model, found = kind.from_pretrained(name, dtype=dtype, output_loading_info=True, **options)
     if found["missing_keys"]:
         # transformers would initialise missing weights at random, with a warning only.
         missing = sorted(found["missing_keys"])

@@ -94,8 +94,8 @@ MISTAKES: dict[str, tuple[dict[str, Any], list[str]]] = {
     "unknown key": (
         {"shemes": 1},
         [
-            "shemes: unknown key (value 1); allowed here are plugins, name, description, corpus, tokenizer, model, "
-            "training, evaluation, seeds, threads_per_run, processes, schemes"
+            "shemes: unknown key (value 1); allowed here are plugins, name, description, corpus, pretrained, "
+            "tokenizer, model, training, evaluation, seeds, threads_per_run, processes, schemes"
         ],
     ),
     "string for a number in a prior": (
@@ -141,7 +141,8 @@ MISTAKES: dict[str, tuple[dict[str, Any], list[str]]] = {
         {"schemes.ALiBi.priors": "laplace"},
         [
             "schemes.ALiBi.priors: unknown key (value 'laplace'); allowed here are prior, share_prior, encoding"
-            ", logit_scale, null_logit, key_bias, layer_pattern, layer_kinds, extends, model, training, evaluation, "
+            ", logit_scale, null_logit, key_bias, layer_pattern, layer_kinds, extends, attach, rope_parameters, model, "
+            "training, evaluation, "
             "extensions, axes"
         ],
     ),
@@ -286,7 +287,7 @@ MISTAKES: dict[str, tuple[dict[str, Any], list[str]]] = {
         {"schemes": {"a b": {}, "a/b": {}}},
         ["schemes: schemes 'a b' and 'a/b' would share the folder 'a_b'"],
     ),
-    "a missing section": ({"model": ...}, ["model: missing"]),
+    "a missing section": ({"model": ...}, ["set exactly one of model and pretrained; got none"]),
     "a missing key": ({"training.learning_rate": ...}, ["training.learning_rate: missing"]),
     "no name": ({"name": ""}, ["name:", "at least 1 character, got ''"]),
 }

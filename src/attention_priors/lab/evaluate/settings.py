@@ -88,6 +88,8 @@ class EvaluationSettings(Strict):
     """Custom plans by name."""
     chunk: int = Field(default=512, gt=0)
     """Tokens per forward pass."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Precision of the weights in measurements. Priors stay in float32."""
     tolerance: float | None = Field(default=None, ge=0, lt=1)
     """Share of the attention weight that pruning may remove, for speed; None for the model's own setting."""
 

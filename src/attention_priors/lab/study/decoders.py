@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from torch import nn
-from transformers import set_seed
+from transformers import PreTrainedModel, set_seed
 
 from attention_priors._io import read_json, remove_temporaries, replacing, with_nulls, write_json
+from attention_priors.hf import attached_priors
 from attention_priors.hf.loading import load_model
 from attention_priors.lab.evaluate import Observer, evaluate
 from attention_priors.lab.inspect import (
@@ -26,10 +27,12 @@ from attention_priors.lab.inspect import (
 )
 from attention_priors.lab.machine import WallClock
 from attention_priors.lab.study.materials import Materials
-from attention_priors.lab.study.recipe import POSITION_FIELDS, ModelPlan, Recipe
+from attention_priors.lab.study.recipe import POSITION_FIELDS, START_FIELDS, ModelPlan, Recipe
 from attention_priors.lab.study.results import collect, read_measured
 from attention_priors.lab.study.runs import Progress, environment, run_folder, train_and_save, write_training
 from attention_priors.lab.tasks import EvaluationPlan
+from attention_priors.lab.tasks.subject import DTYPES
+from attention_priors.lab.train import make_model
 from attention_priors.lab.train.extend import for_evaluation, mean_loss
 from attention_priors.models.decoder import PriorDecoderForCausalLM
 from attention_priors.models.repositioning import with_positions
@@ -75,11 +78,13 @@ class DecoderStudy:
         whole = {
             "corpus": recipe.corpus.model_dump(mode="json"),
             "tokenizer": recipe.tokenizer,
-            "model": recipe.model_of(scheme).model_dump(mode="json"),
+            "model": None if recipe.pretrained else recipe.model_of(scheme).model_dump(mode="json"),
             "evaluation": recipe.evaluation_of(scheme).model_dump(mode="json", exclude=_NOT_DETERMINING),
             "threads_per_run": recipe.threads_per_run,
-            "scheme": own.positions.model_dump(mode="json", include=POSITION_FIELDS),
-            "training": recipe.training_of(scheme).model_dump(mode="json"),
+            "scheme": recipe.schemes[scheme].model_dump(mode="json", include=START_FIELDS)
+            if recipe.pretrained
+            else own.positions.model_dump(mode="json", include=POSITION_FIELDS),
+            "training": None if own.training is None else own.training.model_dump(mode="json"),
             "seed": seed,
             **self.materials.fingerprints,
         }
@@ -150,14 +155,17 @@ class DecoderStudy:
         progress("train", total, total)
         self.measure(plan, folder, progress)
 
-    def _untrained(self, plan: ModelPlan, run: Path) -> PriorDecoderForCausalLM:
+    def _untrained(self, plan: ModelPlan, run: Path) -> PreTrainedModel:
+        if self.recipe.pretrained is not None:
+            assert self.materials.saved_tokenizer is not None
+            return make_model(self.recipe.start_of(plan.scheme), self.materials.saved_tokenizer)
         if plan.way is None:
             return PriorDecoderForCausalLM(self.recipe.config_of(plan.scheme, **self.materials.vocabulary))
         return with_positions(
             _load(run / "model"), {field: getattr(plan.positions, field) for field in POSITION_FIELDS}
         )
 
-    def _save_untrained(self, model: PriorDecoderForCausalLM, folder: Path) -> None:
+    def _save_untrained(self, model: PreTrainedModel, folder: Path) -> None:
         """Save a model without training, in the same files as a trained model."""
         remove_temporaries(folder)
         write_training(folder, model)
@@ -198,8 +206,12 @@ class DecoderStudy:
                     "to train the model again"
                 )
             evaluation = self.recipe.evaluation_of(plan.scheme)
-            own: dict[str, Any] = {} if evaluation.tolerance is None else {"tolerance": evaluation.tolerance}
-            model = for_evaluation(PriorDecoderForCausalLM.from_pretrained(folder / "model", **own))
+            dtype, tolerance = DTYPES[evaluation.dtype], evaluation.tolerance
+            if tolerance is None:
+                model = load_model(folder / "model", dtype)
+            else:
+                model = PriorDecoderForCausalLM.from_pretrained(folder / "model", dtype=dtype, tolerance=tolerance)
+            for_evaluation(model)
             if not (folder / "priors.json").exists():
                 write_json(folder / "priors.json", self._learned_rows(model, plan))
             subject = self.materials.subject(plan.scheme, model)
@@ -228,14 +240,18 @@ class DecoderStudy:
         known = [(entry["name"], entry["plan"]) for entry in read_measured(folder)]
         return [(name, plan) for name, plan in self.recipe.plans_of(scheme) if (name, plan.question) not in known]
 
-    def _learned_rows(self, model: PriorDecoderForCausalLM, plan: ModelPlan) -> dict[str, Any]:
+    def _learned_rows(self, model: PreTrainedModel, plan: ModelPlan) -> dict[str, Any]:
         """Return rows about the trained priors, for texts up to the recipe's longest length."""
         length, longest = max(plan.trained_length, 3), self.recipe.longest_text
         lengths = [length]
         while 2 * lengths[-1] <= longest:
             lengths.append(2 * lengths[-1])
-        every: list[nn.Module] = list(model.model.layers)
-        layers: list[nn.Module] = [model.model] if plan.positions.share_prior else every
+        if isinstance(model, PriorDecoderForCausalLM):
+            every: list[nn.Module] = list(model.model.layers)
+            layers: list[nn.Module] = [model.model] if plan.positions.share_prior else every
+        else:
+            attached = attached_priors(model)
+            layers = every = [attached.get(layer, nn.Identity()) for layer in range(max(attached, default=-1) + 1)]
         rows: dict[str, Any] = {
             "priors": prior_rows(layers, length=longest),
             "logit_scales": logit_scale_rows(every),

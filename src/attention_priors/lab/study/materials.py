@@ -37,10 +37,11 @@ from attention_priors.lab.tasks import (
 )
 from attention_priors.lab.tasks.copying import HELD_OUT_SEED
 from attention_priors.lab.tasks.passkey import ANSWER_LENGTH
+from attention_priors.lab.train.recipe import MODEL, check_model, files_fingerprint
 from attention_priors.models.decoder import PriorDecoderForCausalLM
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 HELD_OUT_TOKENS = 65536
 """Largest number of held-out tokens for the losses before and after a context extension."""
@@ -101,7 +102,7 @@ class Materials(ABC):
         """
 
     @abstractmethod
-    def subject(self, scheme: str, model: PriorDecoderForCausalLM) -> Subject:
+    def subject(self, scheme: str, model: PreTrainedModel) -> Subject:
         """Return a model as the subject of an evaluation.
 
         Args:
@@ -124,6 +125,17 @@ class Materials(ABC):
         for name in recipe.schemes:
             self._check_evaluation(name)
 
+    def _without_weights(self, scheme: str) -> PreTrainedModel:
+        """Make a model of the right kind and size, which is enough to check a plan."""
+        if self.recipe.pretrained is None:
+            with torch.device("meta"):
+                return PriorDecoderForCausalLM(self.recipe.config_of(scheme, **self.vocabulary))
+        with errors_at(f"schemes.{scheme}"):
+            length = self.recipe.training_of(scheme).context_length
+            return check_model(
+                self.recipe.start_of(scheme), length=length, tokenizer_size=self.vocabulary["vocab_size"]
+            )
+
     def _check_evaluation(self, scheme: str) -> None:
         recipe = self.recipe
         place = f"schemes.{scheme}.evaluation" if recipe.schemes[scheme].evaluation else "evaluation"
@@ -132,9 +144,7 @@ class Materials(ABC):
             strict = plan.model_copy(update={"minimum_documents": plan.minimum_documents or plan.documents})
             if strict in self._checked:
                 continue
-            # Checking a plan needs a model of the right kind and size, but no weights.
-            with torch.device("meta"):
-                model = PriorDecoderForCausalLM(recipe.config_of(scheme, **self.vocabulary))
+            model = self._without_weights(scheme)
             preset = plan.tasks[0].partition("_")[0]
             with errors_at(f"{place}.{preset if name is None else f'plans.{name}'}"):
                 check_plan(self.subject(scheme, model), strict, chunk=evaluation.chunk)
@@ -169,6 +179,8 @@ class TextMaterials(Materials):
             "corpus_fingerprint": corpus.fingerprint,
             "tokenizer_fingerprint": tokenizer_fingerprint(self.tokenizer),
         }
+        if recipe.pretrained is not None:
+            self.fingerprints["pretrained"] = files_fingerprint(recipe.pretrained, MODEL) or recipe.pretrained
         self.description = {
             "name": corpus.name,
             "fingerprint": corpus.fingerprint,
@@ -228,7 +240,7 @@ class TextMaterials(Materials):
                 settings.needle_answer_weight or settings.passkey_answer_weight,
             )
 
-    def subject(self, scheme: str, model: PriorDecoderForCausalLM) -> Subject:
+    def subject(self, scheme: str, model: PreTrainedModel) -> Subject:
         """Return the model with its tokenizer and the corpus that holds its test texts."""
         assert self.recipe.corpus.source is not None
         trained_on = (self.recipe.corpus.source, self.corpus)
@@ -295,7 +307,7 @@ class CopyMixtureMaterials(Materials):
         rows = self._rows(length, count, HELD_OUT_SEED)
         return [rows.sample(index).tokens for index in range(count)]
 
-    def subject(self, scheme: str, model: PriorDecoderForCausalLM) -> Subject:
+    def subject(self, scheme: str, model: PreTrainedModel) -> Subject:
         """Return the model with its training mixture, without a tokenizer."""
         return Subject(scheme, model, None, mixture=self.task)
 

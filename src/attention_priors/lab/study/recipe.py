@@ -13,12 +13,20 @@ from attention_priors.encodings import LearnedTable
 from attention_priors.lab.data import EMBEDDED
 from attention_priors.lab.data.sources import TokenizerSpec
 from attention_priors.lab.evaluate import EvaluationSettings
-from attention_priors.lab.strict_yaml import Plugins, Strict, errors_at, validated
+from attention_priors.lab.strict_yaml import Plugins, Strict, check_one_of, errors_at, validated
 from attention_priors.lab.study.runs import OwnFolders, Seeds, check_folders, extended_folder
 from attention_priors.lab.study.sweep import BEFORE, EXTENSION_AXIS, SCHEME_AXIS, Sweep, expand, overlaid, varied
 from attention_priors.lab.tasks import NEEDLE_TASKS, CopyMixture, EvaluationPlan
 from attention_priors.lab.tasks.plan import known_tasks
-from attention_priors.lab.train import DecoderSettings, DecoderSizes, PositionSettings, TrainingSettings, continued
+from attention_priors.lab.train import (
+    AttachSettings,
+    DecoderSettings,
+    DecoderSizes,
+    ModelSettings,
+    PositionSettings,
+    TrainingSettings,
+    continued,
+)
 from attention_priors.models.decoder import PriorDecoderConfig
 
 TOKENIZER_ENTRIES = 2048
@@ -112,10 +120,15 @@ class Scheme(PositionSettings):
 
     extends: str | None = None
     """Name of a scheme whose settings this scheme inherits; None once a recipe is read."""
+    attach: AttachSettings | None = None
+    """Priors to attach to the model of ``pretrained``."""
+    rope_parameters: dict[str, Any] | None = None
+    """Changes of the rotary settings of ``pretrained``, by transformers' names, such as ``{rope_type: yarn, factor:
+    4.0, original_max_position_embeddings: 8192}``."""
     model: dict[str, Any] = Field(default_factory=dict)
     """Model sizes that differ for this scheme."""
     training: dict[str, Any] = Field(default_factory=dict)
-    """Training settings that differ for this scheme."""
+    """Training settings that differ for this scheme. With ``pretrained``, ``steps: 0`` tests it without training."""
     evaluation: dict[str, Any] = Field(default_factory=dict)
     """Evaluation settings that differ for this scheme."""
     extensions: dict[Annotated[str, Field(min_length=1)], dict[str, Any] | None] = Field(default_factory=dict)
@@ -141,6 +154,8 @@ class Scheme(PositionSettings):
 
 
 POSITION_FIELDS = set(PositionSettings.model_fields)
+START_FIELDS = {"attach", "rope_parameters"}
+"""Fields of a scheme that change a pretrained model."""
 
 
 class ExtensionSettings(MixtureSettings, PositionSettings):
@@ -187,10 +202,13 @@ class Recipe(Strict):
     description: str = ""
     """Description in the report."""
     corpus: CorpusSettings = CorpusSettings()
+    pretrained: str | None = None
+    """Folder or name of a causal language model from which all schemes start, in place of ``model``."""
     tokenizer: TokenizerSpec = Field(default=None, validate_default=True)
     """Number of entries of a byte-level BPE trained on the corpus, 2048 by default; ``nucleotides``; or a tokenizer's
-    path or Hugging Face name. None for a synthetic task."""
-    model: DecoderSizes
+    path or Hugging Face name. None for a synthetic task, and for the tokenizer of ``pretrained``."""
+    model: DecoderSizes | None = None
+    """Sizes of new decoders."""
     training: MixtureSettings
     evaluation: EvaluationSettings
     seeds: Seeds = (0,)
@@ -218,7 +236,7 @@ class Recipe(Strict):
     def _of_text(cls, tokenizer: TokenizerSpec, info: ValidationInfo) -> TokenizerSpec:
         corpus = info.data.get("corpus")  # missing if the corpus is invalid
         if corpus is None or corpus.copy_mixture is None:
-            return TOKENIZER_ENTRIES if tokenizer is None else tokenizer
+            return info.data.get("pretrained") or TOKENIZER_ENTRIES if tokenizer is None else tokenizer
         if tokenizer is not None:
             raise ValueError(f"corpus.copy_mixture has tokens of its own, got {tokenizer!r}")
         return None
@@ -231,9 +249,11 @@ class Recipe(Strict):
 
     @model_validator(mode="after")
     def _possible(self) -> Recipe:
+        check_one_of(self, "model", "pretrained")
         for name in self.schemes:
-            for settings_of in (self.model_of, self.training_of, self.evaluation_of):
-                settings_of(name)
+            self._check_start(name)
+            self.training_of(name)
+            self.evaluation_of(name)
             with errors_at(f"{self._place(name)}.evaluation"):
                 check_folders("plans", self.evaluation_of(name).plans)
             for model in self.extensions_of(name).values():
@@ -242,9 +262,29 @@ class Recipe(Strict):
         self._check_panels()
         for name in self.schemes:
             longest = self.longest_text_of(name)
-            for model in self.models_of(name):
+            for model in self.models_of(name) if self.pretrained is None else ():
                 self._check_positions(model, longest)
         return self
+
+    def _check_start(self, name: str) -> None:
+        """Check that a scheme has no settings of the other kind of model."""
+        scheme, place = self.schemes[name], self._place(name)
+        changed = set(scheme.model_dump(exclude_defaults=True))
+        if self.pretrained is None:
+            self.model_of(name)
+            wrong, cure = changed & START_FIELDS, "pretrained is not set"
+            if scheme.training.get("steps") == 0:
+                raise ValueError(f"{place}.training.steps: 0 steps need pretrained, which is not set")
+        else:
+            self.start_of(name)
+            wrong = changed & {*POSITION_FIELDS, "model", "extensions"}
+            cure = "pretrained is set; use attach and rope_parameters"
+            if self.evaluation_of(name).tolerance is not None or self.evaluation_of(name).sink_mass is not None:
+                raise ValueError(
+                    f"{place}.evaluation: tolerance and sink_mass need new decoders, but pretrained is set"
+                )
+        if wrong:
+            raise ValueError(f"{place}: {', '.join(sorted(wrong))} cannot be set, because {cure}")
 
     def _check_panels(self) -> None:
         names = self.model_names
@@ -291,12 +331,20 @@ class Recipe(Strict):
         return [model.name for name in self.schemes for model in self.models_of(name)]
 
     def model_of(self, scheme: str) -> DecoderSizes:
-        """Return the model sizes of one scheme."""
+        """Return the model sizes of one scheme of new decoders."""
+        assert self.model is not None
         return varied(self.model, self.schemes[scheme].model, f"{self._place(scheme)}.model")
 
+    def start_of(self, scheme: str) -> ModelSettings:
+        """Return the pretrained model of one scheme, with its attached priors and rotary settings."""
+        own = self.schemes[scheme].model_dump(include=START_FIELDS)
+        return validated(own | {"pretrained": self.pretrained}, ModelSettings, self._place(scheme))
+
     def training_of(self, scheme: str) -> MixtureSettings:
-        """Return the training settings of one scheme."""
-        return varied(self.training, self.schemes[scheme].training, f"{self._place(scheme)}.training")
+        """Return the training settings of one scheme. A scheme with 0 steps keeps the other settings."""
+        own = self.schemes[scheme].training
+        own = {key: value for key, value in own.items() if (key, value) != ("steps", 0)}
+        return varied(self.training, own, f"{self._place(scheme)}.training")
 
     def plans_of(self, scheme: str) -> list[tuple[str | None, EvaluationPlan]]:
         """Return the evaluation plans of one scheme with their names, which are None for the presets."""
@@ -317,8 +365,8 @@ class Recipe(Strict):
     def models_of(self, scheme: str) -> list[ModelPlan]:
         """Return the models of one scheme: its own model, then one per context extension."""
         training = self.training_of(scheme)
-        length = training.context_length
-        own = ModelPlan(scheme, scheme, None, length, length, self.schemes[scheme], training)
+        length, untrained = training.context_length, self.schemes[scheme].training.get("steps") == 0
+        own = ModelPlan(scheme, scheme, None, length, length, self.schemes[scheme], None if untrained else training)
         return [own, *self.extensions_of(scheme).values()]
 
     def _extension(self, scheme: str, way: str, own: dict[str, Any]) -> ModelPlan:

@@ -178,7 +178,7 @@ _LONGEST_VALUE = 60
 def _scheme_row(recipe: Recipe, model: ModelPlan, training: Row) -> Row:
     own = recipe.schemes[model.scheme]
     positions = {field: getattr(model.positions, field) for field in POSITION_FIELDS}
-    description = describe(own.model_copy(update=positions))
+    description = describe(own.model_copy(update=positions), recipe.pretrained is not None)
     if model.way is not None:
         length = f"{model.context_length} tokens"
         untrained = f"for {length} without more training"
@@ -202,8 +202,13 @@ def _scheme_row(recipe: Recipe, model: ModelPlan, training: Row) -> Row:
     return entry
 
 
-def describe(scheme: Scheme) -> str:
-    """Return a one-line description of a scheme in code style: ``generalized_gaussian(init='roles') · ssmax``."""
+def describe(scheme: Scheme, pretrained: bool = False) -> str:
+    """Return a one-line description of a scheme in code style: ``generalized_gaussian(init='roles') · ssmax``.
+
+    Args:
+        scheme: Scheme of a recipe.
+        pretrained: Whether the scheme starts from a pretrained model.
+    """
     words = described([scheme.encoding, scheme.prior, scheme.logit_scale, scheme.null_logit, scheme.key_bias])
     if scheme.share_prior:
         words.append("one prior for all layers")
@@ -213,8 +218,11 @@ def describe(scheme: Scheme) -> str:
         words.append(f"{name}: {' + '.join(described(list(kind.values()))) or 'nothing more'}")
     if (tolerance := scheme.evaluation.get("tolerance")) is not None:
         words.append(f"tolerance={tolerance} at evaluation")
-    words += [_call({"name": key} | own) for key in ("model", "training") if (own := getattr(scheme, key))]
-    return " · ".join(words) or "no position but the causal mask"
+    attached = {} if scheme.attach is None else scheme.attach.model_dump(exclude_defaults=True)
+    words += described([attached.pop("prior", None), attached.pop("logit_scale", None)])
+    own = {"attach": attached} | {key: getattr(scheme, key) for key in ("rope_parameters", "model", "training")}
+    words += [_call({"name": key} | changes) for key, changes in own.items() if changes]
+    return " · ".join(words) or ("nothing changed" if pretrained else "no position but the causal mask")
 
 
 def described(descriptions: Sequence[Any]) -> list[str]:

@@ -4,6 +4,7 @@ from attention_priors.lab.train.checkpoints import CheckpointError
 from attention_priors.lab.train.engine import Observer, Trained, Validation, is_first_process, train
 from attention_priors.lab.train.extend import continued, default_output, extend, mean_loss
 from attention_priors.lab.train.recipe import (
+    AttachSettings,
     DecoderSettings,
     DecoderSizes,
     ModelSettings,
@@ -27,6 +28,7 @@ from attention_priors.lab.train.trainer import (
 )
 
 __all__ = [
+    "AttachSettings",
     "CheckpointError",
     "DecoderSettings",
     "DecoderSizes",

@@ -6,17 +6,18 @@ import hashlib
 import json
 from abc import ABC, abstractmethod
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, cast
 
 import torch
 from pydantic import Field, model_validator
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from attention_priors._io import checksum
 from attention_priors.hf import attach, train_attached
 from attention_priors.hf.adapter import arguments_of
 from attention_priors.hf.attach import CONFIG_KEY
-from attention_priors.hf.loading import check_positions, load_config, load_model
+from attention_priors.hf.loading import check_positions, load_config, load_model, load_whole
 from attention_priors.lab.data.preparation import Preparation
 from attention_priors.lab.data.shards import MANIFEST, PARTS, TokenShards, read_manifest, shards_of
 from attention_priors.lab.data.sources import DataSettings, TokenizerSpec
@@ -404,6 +405,9 @@ class ModelSettings(Strict):
     """Folder or name of a Hugging Face model whose config is used, with new weights."""
     pretrained: str | None = None
     """Folder or name of a model, Hugging Face's or ours, whose weights are used."""
+    rope_parameters: dict[str, Any] | None = None
+    """Changes of a pretrained model's rotary settings, by transformers' names, such as ``{rope_type: yarn, factor: 4.0,
+    original_max_position_embeddings: 8192}``."""
     attach: AttachSettings | None = None
     train_only: Literal["attached"] | None = None
     """``attached`` to train only attached priors and logit scales of a pretrained model; None to train the whole
@@ -416,8 +420,9 @@ class ModelSettings(Strict):
             self.decoder.config(vocab_size=1)  # raises an error for invalid settings
             if self.attach is not None:
                 raise ValueError("attach is not allowed with model.decoder; set the prior in model.decoder")
-        if self.train_only is not None and self.pretrained is None:
-            raise ValueError("train_only needs model.pretrained; new weights would never be trained")
+        for name in ("train_only", "rope_parameters"):
+            if getattr(self, name) is not None and self.pretrained is None:
+                raise ValueError(f"{name} needs model.pretrained, which is not set")
         return self
 
     @property
@@ -426,13 +431,16 @@ class ModelSettings(Strict):
         return self.train_only is not None or (self.attach is not None and self.attach.freeze_model)
 
 
-def check_model(settings: ModelSettings, *, length: int, tokenizer_size: int | None = None) -> None:
+def check_model(settings: ModelSettings, *, length: int, tokenizer_size: int | None = None) -> PreTrainedModel:
     """Check, before any work, that :func:`make_model` can make a model, by making it on the meta device.
 
     Args:
         settings: Description of the model.
         length: Length of training rows in tokens.
         tokenizer_size: Number of entries of the tokenizer; None if unknown.
+
+    Returns:
+        The model without its weights.
 
     Raises:
         OSError: The config cannot be loaded.
@@ -452,6 +460,7 @@ def check_model(settings: ModelSettings, *, length: int, tokenizer_size: int | N
             attach(model, **arguments_of(described, f"the config of {settings.pretrained}"))
         _finish(settings, model, tokenizer_size)
     check_positions(model, length)
+    return model
 
 
 def make_model(settings: ModelSettings, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
@@ -463,8 +472,12 @@ def make_model(settings: ModelSettings, tokenizer: PreTrainedTokenizerBase) -> P
             be trained.
     """
     special = {key: getattr(tokenizer, key) for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
-    new = settings.pretrained is None
-    model = _new_model(settings, len(tokenizer), **special) if new else load_model(str(settings.pretrained))
+    if settings.pretrained is None:
+        model = _new_model(settings, len(tokenizer), **special)
+    elif settings.rope_parameters is None:
+        model = load_model(settings.pretrained)
+    else:
+        model = load_whole(AutoModelForCausalLM, settings.pretrained, config=_config(settings, settings.pretrained))
     _finish(settings, model, len(tokenizer))
     return model
 
@@ -475,16 +488,42 @@ def _new_model(settings: ModelSettings, vocab_size: int, **special: Any) -> PreT
         eos = special.get("eos_token_id")
         config: PreTrainedConfig = settings.decoder.config(vocab_size=vocab_size, eos_token_id=eos)
     else:
-        key = "pretrained" if settings.config is None else "config"
-        try:
-            config = load_config(getattr(settings, key))
-        except (OSError, ValueError) as error:
-            raise OSError(f"model.{key}: {error}") from error
+        config = _config(settings, cast(str, settings.config or settings.pretrained))
         if settings.config is not None:
             config.update({"vocab_size": vocab_size, **special})
     if isinstance(config, PriorDecoderConfig):
         return PriorDecoderForCausalLM(config)
     return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+
+
+def _config(settings: ModelSettings, name: str) -> PreTrainedConfig:
+    """Return the config of a model, with the rotary settings of the recipe."""
+    key = "pretrained" if settings.config is None else "config"
+    try:
+        config: Any = load_config(name)
+    except (OSError, ValueError) as error:
+        raise OSError(f"model.{key}: {error}") from error
+    changes = settings.rope_parameters
+    if changes is None:
+        return config
+    before = getattr(config, "rope_parameters", None)
+    if not isinstance(before, dict) or "rope_type" not in before or getattr(config, CONFIG_KEY, None) is not None:
+        raise ValueError(
+            f"model.rope_parameters: {name} must be a model with one kind of rotary positions and without attached "
+            f"priors; its config has rope_parameters={before}"
+        )
+    config.rope_parameters = before | changes
+    kind = config.rope_parameters["rope_type"]
+    try:
+        if kind not in ("default", *ROPE_INIT_FUNCTIONS):
+            raise ValueError(f"unknown rope_type {kind!r}: expected default, {', '.join(ROPE_INIT_FUNCTIONS)}")
+        config.validate_rope()
+    except (KeyError, ValueError) as error:
+        raise ValueError(f"model.rope_parameters: {error}") from error
+    first, factor = (config.rope_parameters.get(key) for key in ("original_max_position_embeddings", "factor"))
+    if first is not None and factor is not None:
+        config.max_position_embeddings = int(first * factor)
+    return config
 
 
 def _finish(settings: ModelSettings, model: PreTrainedModel, tokenizer_size: int | None) -> None:
