@@ -130,7 +130,7 @@ def test_chunks_over_a_cache_match(make: Make) -> None:
     for cache in (DynamicCache(config=ours.config), StaticCache(config=ours.config, max_cache_len=16)):
         parts = []
         for start, stop in ((0, 4), (4, 7), (7, 8), (8, 9)):
-            parts.append(logits(ours, ids[:, start:stop], attention_mask=mask[:, :stop], past_key_values=cache))
+            parts.append(logits(ours, ids[:, start:stop], attention_mask=mask[:, :stop], cache=cache))
         assert difference(whole, torch.cat(parts, 1), mask) < TOLERANCE
 
 
@@ -139,9 +139,9 @@ def test_a_cached_prefix_can_be_reused(make: Make) -> None:
     theirs, ours = twins(make)
     prefix, rest = tokens(1, 5), tokens(2, 4, seed=1)
     cache = DynamicCache(config=ours.config)
-    logits(ours, prefix, past_key_values=cache)
+    logits(ours, prefix, cache=cache)
     cache.batch_repeat_interleave(2)
-    got = logits(ours, rest, past_key_values=cache)
+    got = logits(ours, rest, cache=cache)
     assert difference(logits(theirs, torch.cat([prefix.expand(2, -1), rest], 1))[:, 5:], got) < TOLERANCE
 
 
@@ -165,7 +165,7 @@ def test_autocast_errors_are_no_larger_than_in_transformers(make: Make) -> None:
     for model in (theirs, ours):
         with torch.autocast("cpu", torch.bfloat16):
             cache = DynamicCache(config=model.config)
-            parts = [logits(model, part, past_key_values=cache) for part in tokens(4, 48).split(16, dim=1)]
+            parts = [logits(model, part, cache=cache) for part in tokens(4, 48).split(16, dim=1)]
         errors.append((torch.cat(parts, 1).float() - exact).abs().mean())
     assert errors[1] < 1.1 * errors[0]
 
@@ -253,9 +253,9 @@ def test_decoding_compiles_over_a_static_cache(make: Make) -> None:
     mask[:, :2] = 0
     mask[:, 7:] = 0
     cache = StaticCache(config=ours.config, max_cache_len=12)
-    logits(ours, ids[:, :5], attention_mask=mask.clone(), past_key_values=cache)
+    logits(ours, ids[:, :5], attention_mask=mask.clone(), cache=cache)
     step = torch.compile(ours, backend="eager", fullgraph=True)
-    got = [logits(step, ids[:, i : i + 1], attention_mask=mask, past_key_values=cache) for i in (5, 6)]
+    got = [logits(step, ids[:, i : i + 1], attention_mask=mask, cache=cache) for i in (5, 6)]
     expected = logits(theirs, ids, attention_mask=mask[:, :7])
     assert difference(expected[:, 5:], torch.cat(got, 1)) < TOLERANCE
 
@@ -360,9 +360,9 @@ def test_attention_weights_and_wrong_masks_are_refused(make: Make) -> None:
     with pytest.raises(ValueError, match=r"attention_mask must have shape \(3, length\)"):
         model(tokens(), attention_mask=torch.ones(2, 9))
     cache = DynamicCache(config=model.config)
-    logits(model, tokens(), past_key_values=cache)
+    logits(model, tokens(), cache=cache)
     with pytest.raises(ValueError, match="covers 1 tokens, expected 10 with those in the cache"):
-        model(tokens(3, 1), attention_mask=torch.zeros(3, 1), past_key_values=cache)
+        model(tokens(3, 1), attention_mask=torch.zeros(3, 1), cache=cache)
 
 
 def test_priors_continue_beyond_mpts_table() -> None:

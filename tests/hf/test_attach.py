@@ -76,7 +76,7 @@ def in_chunks(model: Any, cache: Any, mask: Tensor | None, ends: tuple[int, ...]
     found, start = [], 0
     for end in ends:
         seen = None if mask is None else mask[:, :end]
-        found.append(model(IDS[:, start:end], attention_mask=seen, past_key_values=cache, use_cache=True).logits)
+        found.append(model(IDS[:, start:end], attention_mask=seen, cache=cache, use_cache=True).logits)
         start = end
     return torch.cat(found, dim=1)
 
@@ -366,8 +366,8 @@ def test_custom_masks_match_the_dense_formula() -> None:
         same = model(IDS, attention_mask=added, use_cache=False).logits
         torch.testing.assert_close(same, found, rtol=0, atol=2e-5)
         dynamic = DynamicCache(config=model.config)
-        model(IDS[:, :12], attention_mask=visible[:, :, :12, :12], past_key_values=dynamic)
-        rest = model(IDS[:, 12:], attention_mask=visible[:, :, 12:], past_key_values=dynamic).logits
+        model(IDS[:, :12], attention_mask=visible[:, :, :12, :12], cache=dynamic)
+        rest = model(IDS[:, 12:], attention_mask=visible[:, :, 12:], cache=dynamic).logits
         torch.testing.assert_close(rest, found[:, 12:], rtol=0, atol=2e-5)
 
 
@@ -378,14 +378,14 @@ def test_masks_without_query_positions_are_refused(dtype: torch.dtype) -> None:
     visible = torch.ones(20, 32, dtype=torch.bool).tril().repeat(2, 1, 1, 1)
     mask = visible if dtype == torch.bool else torch.zeros(visible.shape).masked_fill(~visible, -3.4e38)
     static = StaticCache(config=model.config, max_cache_len=32)
-    model(IDS[:, :12], past_key_values=static)
+    model(IDS[:, :12], cache=static)
     with pytest.raises(ValueError, match="hides the last of 32 keys from all queries"):
-        model(IDS[:, 12:], attention_mask=mask[:, :, 12:], past_key_values=static)
+        model(IDS[:, 12:], attention_mask=mask[:, :, 12:], cache=static)
     sliding = scatter(attach(tiny("mistral"), **STATIONARY))
     cache = DynamicCache(config=sliding.config)
-    sliding(IDS[:, :16], past_key_values=cache)
+    sliding(IDS[:, :16], cache=cache)
     with pytest.raises(ValueError, match=r"with Lk=6, got \(2, 1, 1, 17\)"):
-        sliding(IDS[:, 16:17], attention_mask=mask[:, :, 16:17, :17], past_key_values=cache)
+        sliding(IDS[:, 16:17], attention_mask=mask[:, :, 16:17, :17], cache=cache)
 
 
 @pytest.mark.parametrize("family", ["mistral", "gemma3"])
@@ -411,7 +411,7 @@ def test_unattached_layers_see_no_future_in_a_static_cache(family: str) -> None:
     cache = StaticCache(config=model.config, max_cache_len=32)
     torch.testing.assert_close(in_chunks(model, cache, None), expected, rtol=0, atol=2e-5)
     cache.reset()
-    torch.testing.assert_close(model(IDS, past_key_values=cache).logits, expected, rtol=0, atol=2e-5)
+    torch.testing.assert_close(model(IDS, cache=cache).logits, expected, rtol=0, atol=2e-5)
     options: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None}
     plain = tiny(family).generate(IDS, **options)
     found = model.generate(IDS, **options, cache_implementation="static", prefill_chunk_size=4)

@@ -168,8 +168,8 @@ def test_chunked_decoding_matches(kind: str, static: bool) -> None:
         config = ours.config
         cache = EncoderDecoderCache(StaticCache(config, max_cache_len=16), StaticCache(config, max_cache_len=24))
     for start, stop in ((0, 5), (5, 6), (6, 11)):
-        out = ours(**given, decoder_input_ids=decoder_ids[:, start:stop], past_key_values=cache, use_cache=True)
-        cache = out.past_key_values
+        out = ours(**given, decoder_input_ids=decoder_ids[:, start:stop], cache=cache, use_cache=True)
+        cache = out.cache
         parts.append(out.logits)
     assert difference(whole, torch.cat(parts, 1)) < TOLERANCE
 
@@ -216,7 +216,7 @@ def test_dense_masks_over_a_static_cache_match() -> None:
     for start, stop in ((0, 5), (5, 11)):
         mask = torch.ones(16, 16, dtype=torch.bool).tril()[start:stop].expand(3, 1, -1, -1)
         given |= {"decoder_input_ids": ids[:, start:stop], "decoder_attention_mask": mask}
-        parts.append(logits(ours, **given, past_key_values=cache, use_cache=True))
+        parts.append(logits(ours, **given, cache=cache, use_cache=True))
     assert difference(logits(theirs, **inputs()), torch.cat(parts, 1)) < TOLERANCE
 
 
@@ -377,8 +377,8 @@ def test_related_models_decode_with_a_cache(kind: str) -> None:
     ids = given.pop("decoder_input_ids")
     whole, cache, parts = logits(theirs, **given, decoder_input_ids=ids), None, []
     for part in (ids[:, :5], ids[:, 5:6], ids[:, 6:]):
-        out = ours(**given, decoder_input_ids=part, past_key_values=cache)
-        cache = out.past_key_values
+        out = ours(**given, decoder_input_ids=part, cache=cache)
+        cache = out.cache
         parts.append(out.logits)
     assert difference(whole, torch.cat(parts, 1)) < TOLERANCE
 
@@ -395,5 +395,5 @@ def test_pix2structs_decoder_matches() -> None:
     for mask in (None, torch.ones(3, 7)):
         given = {"encoder_hidden_states": seen, "encoder_attention_mask": mask}
         cache = EncoderDecoderCache(DynamicCache(config=config), DynamicCache(config=config))
-        parts = [ours(part, past_key_values=cache, **given).logits for part in (ids[:, :6], ids[:, 6:])]
+        parts = [ours(part, cache=cache, **given).logits for part in (ids[:, :6], ids[:, 6:])]
         assert difference(logits(theirs, input_ids=ids, **given), torch.cat(parts, 1)) < TOLERANCE

@@ -61,12 +61,10 @@ class Predictor:
         """Return the token after ``text``."""
         raise NotImplementedError
 
-    def __call__(
-        self, tokens: Tensor, *, past_key_values: Any, use_cache: bool, logits_to_keep: int
-    ) -> SimpleNamespace:
+    def __call__(self, tokens: Tensor, *, cache: Any, use_cache: bool, logits_to_keep: int) -> SimpleNamespace:
         assert use_cache
-        if past_key_values is not self.cache:
-            self.cache, self.read = past_key_values, []
+        if cache is not self.cache:
+            self.cache, self.read = cache, []
         start = len(self.read)
         self.read += tokens[0].tolist()
         ends = range(start + 1, len(self.read) + 1)[-logits_to_keep:]

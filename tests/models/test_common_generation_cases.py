@@ -59,8 +59,8 @@ def test_greedy_outputs_match_one_pass(family: str) -> None:
             torch.testing.assert_close(weights, all_weights[:, :, rows, :last])
         for states, all_states in zip(found.hidden_states[step], whole.hidden_states, strict=True):
             torch.testing.assert_close(states, all_states[:, rows])
-    assert found.past_key_values.get_seq_length() == PROMPT + NEW - 1
-    layer = found.past_key_values.layers[0]
+    assert found.cache.get_seq_length() == PROMPT + NEW - 1
+    layer = found.cache.layers[0]
     assert layer.keys.shape == layer.values.shape == (2, 2, PROMPT + NEW - 1, 8)
 
 
@@ -177,9 +177,9 @@ def test_generation_continues_from_a_cache(family: str, given: str) -> None:
         text = torch.cat([first.sequences, more], 1)
         mask = torch.cat([mask, torch.ones(2, NEW + 3, dtype=torch.int64)], 1)
         expected = generate(model, text, attention_mask=mask)
-        length = first.past_key_values.get_seq_length()
+        length = first.cache.get_seq_length()
         fed = text if given == "all tokens" else text[:, length:]
-        found = generate(model, fed, attention_mask=mask, past_key_values=first.past_key_values)
+        found = generate(model, fed, attention_mask=mask, cache=first.cache)
         assert torch.equal(found[:, -NEW:], expected[:, -NEW:])
 
 
@@ -233,8 +233,8 @@ def test_caches_change_no_token(family: str, padded: bool) -> None:
         {"cache_implementation": "static", "max_cache_len": 30},
         {"prefill_chunk_size": 2},
         {"prefill_chunk_size": 2, "cache_implementation": "static"},
-        {"past_key_values": DynamicCache(config=model.config)},
-        {"past_key_values": StaticCache(config=model.config, max_cache_len=20)},
+        {"cache": DynamicCache(config=model.config)},
+        {"cache": StaticCache(config=model.config, max_cache_len=20)},
     ):
         assert torch.equal(generate(model, ids, attention_mask=mask, **options), expected), options
 

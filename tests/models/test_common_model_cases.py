@@ -45,7 +45,7 @@ def test_rows_of_a_batch_are_independent(family: str) -> None:
 
 def test_arguments_have_the_order_of_transformers() -> None:
     names = list(inspect.signature(PriorDecoderForCausalLM.forward).parameters)
-    theirs = ["input_ids", "attention_mask", "position_ids", "past_key_values", "inputs_embeds", "labels", "use_cache"]
+    theirs = ["input_ids", "attention_mask", "position_ids", "cache", "inputs_embeds", "labels", "use_cache"]
     assert names[1:9] == [*theirs, "logits_to_keep"]
     assert "attention_mask" in inspect.signature(PriorDecoderModel.forward).parameters
 
@@ -83,8 +83,8 @@ def test_attentions_with_padding_and_a_cache() -> None:
     with torch.no_grad():
         whole = model(ids, attention_mask=mask, output_attentions=True).attentions
         cache = DynamicCache(config=model.config)
-        model(ids[:, :5], attention_mask=mask[:, :5], past_key_values=cache)
-        later = model(ids[:, 5:], attention_mask=mask, past_key_values=cache, output_attentions=True).attentions
+        model(ids[:, :5], attention_mask=mask[:, :5], cache=cache)
+        later = model(ids[:, 5:], attention_mask=mask, cache=cache, output_attentions=True).attentions
     assert not whole[0][0, :, :, :2].any()
     for one, other in zip(whole, later, strict=True):
         assert_close(other, one[:, :, 5:])
@@ -141,7 +141,7 @@ def test_return_dict_false_returns_tuples(where: str) -> None:
             flags["return_dict"] = False
         found = model(ids, **flags)
     assert isinstance(found, tuple)
-    expected = (named.loss, named.logits, named.past_key_values, named.hidden_states, named.attentions)
+    expected = (named.loss, named.logits, named.cache, named.hidden_states, named.attentions)
     assert len(found) == len(expected)
     assert torch.equal(found[0], expected[0])
     assert torch.equal(found[1], expected[1])
@@ -157,7 +157,7 @@ def test_return_dict_false_returns_tuples(where: str) -> None:
         ("cu_seq_lens_q", {"cu_seq_lens_q": torch.tensor([0, 3, 7])}),
         ("seq_idx", {"seq_idx": torch.zeros(1, LENGTH)}),
         ("atention_mask", {"atention_mask": torch.ones(2, LENGTH)}),
-        ("past_key_values", {"past_key_values": ((torch.zeros(1), torch.zeros(1)),)}),
+        ("cache must be a transformers Cache", {"cache": ((torch.zeros(1), torch.zeros(1)),)}),
         ("labels", {"labels": torch.zeros(2, LENGTH, dtype=torch.int64), "logits_to_keep": 2}),
         ("labels", {"labels": torch.zeros(2, LENGTH - 1, dtype=torch.int64)}),
     ],
@@ -423,7 +423,7 @@ def test_gradient_checkpointing_keeps_gradients(family: str, reentrant: bool | N
             options = None if reentrant is None else {"use_reentrant": reentrant}
             model.gradient_checkpointing_enable(options)
         outputs = model(ids, labels=ids, use_cache=checkpointing)
-        assert outputs.past_key_values is None
+        assert outputs.cache is None
         outputs.loss.backward()
         grads.append(gradients(model))
         if checkpointing:
@@ -439,9 +439,9 @@ def test_gradient_checkpointing_with_a_filled_cache_is_refused() -> None:
     model.gradient_checkpointing_enable()
     cache: Any = DynamicCache(config=model.config)
     with torch.no_grad():
-        model.eval()(ids, past_key_values=cache, use_cache=True)
-    with pytest.raises(ValueError, match="past_key_values must be empty"):
-        model.train()(ids, past_key_values=cache)
+        model.eval()(ids, cache=cache, use_cache=True)
+    with pytest.raises(ValueError, match="cache must be empty"):
+        model.train()(ids, cache=cache)
 
 
 def test_gradient_checkpointing_with_frozen_embeddings() -> None:

@@ -79,7 +79,7 @@ def test_decoding_with_a_static_cache_compiles_once(variant: str) -> None:
     before = counters["stats"]["unique_graphs"]
     compiled = torch.compile(model.forward, fullgraph=True, backend="aot_eager")
     parts: list[Any] = [
-        compiled(part, past_key_values=cache, use_cache=True).logits for part in ids.split([7] + [1] * (LENGTH - 7), 1)
+        compiled(part, cache=cache, use_cache=True).logits for part in ids.split([7] + [1] * (LENGTH - 7), 1)
     ]
     torch.testing.assert_close(torch.cat(parts, 1), expected)
     assert counters["stats"]["unique_graphs"] == before + 2

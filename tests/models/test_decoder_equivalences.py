@@ -26,8 +26,8 @@ def in_chunks(model: PriorDecoderForCausalLM, ids: Tensor, chunks: list[int], ca
     for size in chunks:
         stop = start + size
         options = {name: value[:, :stop] for name, value in whole.items()}
-        outputs = model(ids[:, start:stop], past_key_values=cache, use_cache=True, **options)
-        assert outputs.past_key_values is cache
+        outputs = model(ids[:, start:stop], cache=cache, use_cache=True, **options)
+        assert outputs.cache is cache
         parts.append(outputs.logits)
         start = stop
     assert start == ids.shape[1]
@@ -184,8 +184,8 @@ def test_tokens_without_logits_are_cached(variant: str) -> None:
     model, ids = tiny_decoder(**VARIANTS[variant]), tokens(2, LENGTH)
     cache = DynamicCache(config=model.config)
     with torch.no_grad():
-        model(ids[:, :6], past_key_values=cache, use_cache=True, logits_to_keep=1)
-    found = logits_of(model, ids[:, 6:], past_key_values=cache, logits_to_keep=2)
+        model(ids[:, :6], cache=cache, use_cache=True, logits_to_keep=1)
+    found = logits_of(model, ids[:, 6:], cache=cache, logits_to_keep=2)
     assert_close(found, logits_of(model, ids)[:, -2:])
 
 

@@ -21,7 +21,7 @@ def assert_close(found: Tensor, expected: Tensor) -> None:
 
 @torch.no_grad()
 def step(model: PriorDecoderForCausalLM, ids: Tensor, cache: Any, **options: Any) -> Tensor:
-    found = model(ids, past_key_values=cache, use_cache=True, **options).logits
+    found = model(ids, cache=cache, use_cache=True, **options).logits
     assert found is not None
     return found
 
@@ -280,8 +280,8 @@ def test_compiled_decoding_accepts_positions() -> None:
     torch._dynamo.reset()
     compiled: Any = torch.compile(model.forward, fullgraph=True, backend="eager")
     for n in (4, 5):
-        outputs = compiled(ids[:, n : n + 1], past_key_values=cache, use_cache=True, position_ids=positions[:, : n + 1])
+        outputs = compiled(ids[:, n : n + 1], cache=cache, use_cache=True, position_ids=positions[:, : n + 1])
         parts.append(outputs.logits)
     assert_close(torch.cat(parts, 1), expected)
     with pytest.raises(RuntimeError, match="position_ids"):
-        compiled(ids[:, :1], past_key_values=cache, use_cache=True, position_ids=torch.tensor([[17]]))
+        compiled(ids[:, :1], cache=cache, use_cache=True, position_ids=torch.tensor([[17]]))

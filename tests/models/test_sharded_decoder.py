@@ -39,5 +39,5 @@ def test_unsupported_arguments_are_refused(found: list[dict[str, Any]]) -> None:
         assert "Shaw's vectors" in said["shaw"]
         assert "labels is not supported with a sequence" in said["labels"]
         assert "logits_to_keep is not supported with a sequence" in said["logits_to_keep"]
-        assert "past_key_values" in said["cache"]
+        assert "cache and use_cache" in said["cache"]
         assert "attention_mask" in said["mask"]

@@ -47,7 +47,7 @@ class _Model:
     def forward(
         self: Any,
         input_ids: Any = None,
-        past_key_values: Cache | None = None,
+        cache: Cache | None = None,
         attention_mask: Tensor | None = None,
         inputs_embeds: Any = None,
         use_cache: bool | None = None,
@@ -59,11 +59,11 @@ class _Model:
         refuse_attention_weights(self, output_attentions)
         if (input_ids is None) != (inputs_embeds is None):
             if attention_mask is not None and attention_mask.dim() != 2:
-                attention_mask = self._dense_mask(attention_mask, past_key_values)
+                attention_mask = self._dense_mask(attention_mask, cache)
             attention_mask = layer_mask(attention_mask, inputs_embeds if input_ids is None else input_ids)
         theirs: Any = super()
         return theirs.forward(
-            input_ids, past_key_values, attention_mask, inputs_embeds, use_cache, output_attentions, *args, **kwargs
+            input_ids, cache, attention_mask, inputs_embeds, use_cache, output_attentions, *args, **kwargs
         )
 
 
@@ -148,7 +148,7 @@ class MptAttention(modeling_mpt.MptAttention):
         self,
         hidden_states: Tensor,
         position_bias: Any,
-        past_key_values: Cache | None = None,
+        cache: Cache | None = None,
         attention_mask: Tensor | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, Any]:
@@ -166,7 +166,7 @@ class MptAttention(modeling_mpt.MptAttention):
             value,
             prior_for(self, query.device),
             attention_mask,
-            past_key_values,
+            cache,
             self.layer_idx,
             softmax_scale=self.softmax_scale,
             dropout_p=self.attn_dropout_p if self.training else 0.0,

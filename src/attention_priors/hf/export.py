@@ -162,7 +162,7 @@ class _Step(nn.Module):
         # Layers with a sliding window keep all keys, because the mask hides keys outside the window.
         cache = DynamicCache(config=model.config) if own else DynamicCache()
         one = torch.ones(1, 1, dtype=torch.int64, device=model.device)
-        model(input_ids=one, past_key_values=cache, use_cache=True)
+        model(input_ids=one, cache=cache, use_cache=True)
         self.layers = [list(_tensors(layer)) for layer in cache.layers]
         self.past = [tensor for layer in cache.layers for tensor in _tensors(layer).values()]
 
@@ -180,7 +180,7 @@ class _Step(nn.Module):
         tokens, told = attention_mask[:, slots], {}
         if self.tells_positions:
             told = {"position_ids": (tokens.cumsum(-1) - 1).clamp(min=0)[:, -length:]}
-        out = self.model(input_ids=input_ids, attention_mask=tokens, past_key_values=cache, use_cache=True, **told)
+        out = self.model(input_ids=input_ids, attention_mask=tokens, cache=cache, use_cache=True, **told)
         return out.logits, [tensor for layer in cache.layers for tensor in _tensors(layer).values()]
 
 

@@ -90,7 +90,7 @@ class PriorDecoderConfig(PriorConfig):
         "AutoModel": "PriorDecoderModel",
         "AutoModelForCausalLM": "PriorDecoderForCausalLM",
     }
-    keys_to_ignore_at_inference = ["past_key_values"]  # noqa: RUF012
+    keys_to_ignore_at_inference = ["cache"]  # noqa: RUF012
 
     vocab_size: int = 32768
     hidden_size: int = 768
@@ -223,7 +223,7 @@ class DecoderAttention(nn.Module):
         last: slice,
         *,
         shared_prior: Prior | None = None,
-        past_key_values: Cache | None = None,
+        cache: Cache | None = None,
         output_attentions: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
         """Return the output ``(B, Lq, hidden_size)`` of the queries in ``last``; other tokens are keys only.
@@ -241,9 +241,9 @@ class DecoderAttention(nn.Module):
             raise ValueError(
                 "a model with gates cannot take a sequence; compute key_bias over all processes and call attend_across"
             )
-        key_bias = None if isinstance(keys, ShardedSequence) else self._key_bias(hidden, keys, past_key_values)
-        if past_key_values is not None:
-            key, value = past_key_values.update(key, value, self.layer_index)
+        key_bias = None if isinstance(keys, ShardedSequence) else self._key_bias(hidden, keys, cache)
+        if cache is not None:
+            key, value = cache.update(key, value, self.layer_index)
         prior = self.prior if shared_prior is None else shared_prior
         relative = self.encoding if isinstance(self.encoding, ShawVectors) else None
         # Export ignores the tolerance: comparing the number of queries would make the dimension static.
@@ -284,7 +284,7 @@ class DecoderAttention(nn.Module):
             return None
         layer: Any = None if cache is None or len(cache) <= self.layer_index else cache.layers[self.layer_index]
         if cache is not None and not hasattr(layer, "update_indexer"):
-            raise ValueError("past_key_values cannot hold the gates' sums; create the cache with config=model.config")
+            raise ValueError("cache cannot hold the gates' sums; create the cache with config=model.config")
         if keys.forbidden is not None:
             raise ValueError(
                 "a model with gates cannot take a 4-D attention_mask: gates sum over all tokens, hidden or not; use a "
@@ -346,7 +346,7 @@ class DecoderLayer(GradientCheckpointingLayer):
         last: slice,
         *,
         shared_prior: Prior | None = None,
-        past_key_values: Cache | None = None,
+        cache: Cache | None = None,
         output_attentions: bool = False,
     ) -> Tensor:
         """Return the hidden states ``(B, Lq, hidden_size)`` of the tokens in ``last``."""
@@ -356,7 +356,7 @@ class DecoderLayer(GradientCheckpointingLayer):
             keys,
             last,
             shared_prior=shared_prior,
-            past_key_values=past_key_values,
+            cache=cache,
             output_attentions=output_attentions,
         )
         hidden = hidden[:, last] + attended
@@ -370,7 +370,7 @@ class PriorDecoderPreTrainedModel(PriorPreTrainedModel):
     config_class = PriorDecoderConfig
     base_model_prefix = "model"
     _no_split_modules = ["DecoderLayer"]  # noqa: RUF012
-    _skip_keys_device_placement = ["past_key_values", "shared_prior"]  # noqa: RUF012
+    _skip_keys_device_placement = ["cache", "shared_prior"]  # noqa: RUF012
     _can_compile_fullgraph = True
     _can_record_outputs = {"hidden_states": DecoderLayer, "attentions": DecoderAttention}  # noqa: RUF012
 
@@ -405,7 +405,7 @@ class PriorDecoderModel(PriorDecoderPreTrainedModel):
         input_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
-        past_key_values: Cache | None = None,
+        cache: Cache | None = None,
         inputs_embeds: Tensor | None = None,
         use_cache: bool | None = None,
         *,
@@ -424,36 +424,33 @@ class PriorDecoderModel(PriorDecoderPreTrainedModel):
         advice = "mark packed documents by document_ids or position_ids"
         refuse_unknown(kwargs, "the decoder", "is_causal", "num_items_in_batch", advice=advice)
         hidden = embedded(self.embed_tokens, input_ids, inputs_embeds)
-        if past_key_values is not None and not isinstance(past_key_values, Cache):
-            raise ValueError(
-                "past_key_values must be a transformers Cache such as DynamicCache, got "
-                f"{type(past_key_values).__name__}"
-            )
+        if cache is not None and not isinstance(cache, Cache):
+            raise ValueError(f"cache must be a transformers Cache such as DynamicCache, got {type(cache).__name__}")
         output_attentions = bool(kwargs.get("output_attentions", self.config.output_attentions))
         if sequence is not None and (output_attentions or states_to_keep):
             name = "output_attentions" if output_attentions else "logits_to_keep"
             raise ValueError(f"{name} is not supported with a sequence, whose tokens are spread over processes")
         if use_cache is None:
             use_cache = self.config.use_cache and not self.training and sequence is None
-        if self.gradient_checkpointing and self.training and (use_cache or past_key_values is not None):
-            if past_key_values is not None and past_key_values.get_seq_length():
-                raise ValueError("past_key_values must be empty or None in training with gradient checkpointing")
+        if self.gradient_checkpointing and self.training and (use_cache or cache is not None):
+            if cache is not None and cache.get_seq_length():
+                raise ValueError("cache must be empty or None in training with gradient checkpointing")
             logger.warning_once(
                 "use_cache=True does not work with gradient checkpointing, which recomputes layers: use_cache=False"
             )
-            use_cache, past_key_values = False, None
-        if use_cache and past_key_values is None:
-            past_key_values = DynamicCache(config=self.config)
+            use_cache, cache = False, None
+        if use_cache and cache is None:
+            cache = DynamicCache(config=self.config)
         said = {"attention_mask": attention_mask, "position_ids": position_ids, "document_ids": document_ids}
         if sequence is None:
             batch, length, _ = hidden.shape
-            keys = keys_of_call(batch, length, hidden.device, **said, cache=past_key_values)
-        elif past_key_values is None and all(x is None for x in said.values()):
+            keys = keys_of_call(batch, length, hidden.device, **said, cache=cache)
+        elif cache is None and all(x is None for x in said.values()):
             keys = sequence
         else:
             raise ValueError(
                 "sequence already holds positions, documents and padding, and has no cache; remove attention_mask, "
-                "position_ids, document_ids, past_key_values and use_cache"
+                "position_ids, document_ids, cache and use_cache"
             )
         positions = keys.positions.to(hidden.device)
         if self.encoding is not None:
@@ -468,12 +465,10 @@ class PriorDecoderModel(PriorDecoderPreTrainedModel):
                 keys,
                 last,
                 shared_prior=self.prior,
-                past_key_values=past_key_values,
+                cache=cache,
                 output_attentions=output_attentions,
             )
-        return BaseModelOutputWithPast(
-            last_hidden_state=self.norm(hidden), past_key_values=past_key_values if use_cache else None
-        )
+        return BaseModelOutputWithPast(last_hidden_state=self.norm(hidden), cache=cache if use_cache else None)
 
 
 class PriorDecoderForCausalLM(PriorDecoderPreTrainedModel, GenerationMixin):
@@ -493,7 +488,7 @@ class PriorDecoderForCausalLM(PriorDecoderPreTrainedModel, GenerationMixin):
         input_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
-        past_key_values: Cache | None = None,
+        cache: Cache | None = None,
         inputs_embeds: Tensor | None = None,
         labels: Tensor | None = None,
         use_cache: bool | None = None,
@@ -513,7 +508,7 @@ class PriorDecoderForCausalLM(PriorDecoderPreTrainedModel, GenerationMixin):
             position_ids: positions of all tokens, ``(B, past + L)``, cached ones included, because a prior needs them.
                 By default positions count from the first token that is not padding. Where positions do not rise, a new
                 document begins, as in batches that transformers packs.
-            past_key_values: cache of the previous tokens.
+            cache: cache of the previous tokens.
             inputs_embeds: embeddings instead of ``input_ids``. ``(B, L, hidden_size)``.
             labels: ``(B, L)``, aligned with ``input_ids``, -100 = ignore. The loss is the mean in nats per token.
             use_cache: whether to return a cache. By default True in eval mode only.
@@ -539,7 +534,7 @@ class PriorDecoderForCausalLM(PriorDecoderPreTrainedModel, GenerationMixin):
             input_ids=input_ids,
             attention_mask=attention_mask,
             position_ids=position_ids,
-            past_key_values=past_key_values,
+            cache=cache,
             inputs_embeds=inputs_embeds,
             use_cache=use_cache,
             document_ids=document_ids,
@@ -562,7 +557,7 @@ class PriorDecoderForCausalLM(PriorDecoderPreTrainedModel, GenerationMixin):
         return CausalLMOutputWithPast(
             loss=loss,
             logits=logits,
-            past_key_values=outputs.past_key_values,
+            cache=outputs.cache,
             hidden_states=outputs.hidden_states,
             attentions=outputs.attentions,
         )
@@ -576,7 +571,7 @@ class PriorDecoderForCausalLM(PriorDecoderPreTrainedModel, GenerationMixin):
         self,
         input_ids: Tensor,
         next_sequence_length: int | None = None,
-        past_key_values: Cache | None = None,
+        cache: Cache | None = None,
         attention_mask: Tensor | None = None,
         inputs_embeds: Tensor | None = None,
         is_first_iteration: bool | None = False,
@@ -587,7 +582,7 @@ class PriorDecoderForCausalLM(PriorDecoderPreTrainedModel, GenerationMixin):
         inputs = super().prepare_inputs_for_generation(  # pyright: ignore[reportAttributeAccessIssue]
             input_ids,
             next_sequence_length=next_sequence_length,
-            past_key_values=past_key_values,
+            cache=cache,
             attention_mask=attention_mask,
             inputs_embeds=inputs_embeds,
             is_first_iteration=is_first_iteration,
@@ -597,7 +592,7 @@ class PriorDecoderForCausalLM(PriorDecoderPreTrainedModel, GenerationMixin):
         if documents is not None:
             # Generated and drafted tokens belong to the last document. A prompt may come in chunks.
             new = inputs["input_ids"] if inputs.get("input_ids") is not None else inputs["inputs_embeds"]
-            length = new.shape[1] + (0 if past_key_values is None else int(past_key_values.get_seq_length()))
+            length = new.shape[1] + (0 if cache is None else int(cache.get_seq_length()))
             more = documents[:, -1:].expand(-1, max(0, length - documents.shape[1]))
             whole["document_ids"] = torch.cat([documents, more], -1)[:, :length]
         return inputs | {name: value for name, value in whole.items() if value is not None}

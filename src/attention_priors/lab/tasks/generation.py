@@ -49,7 +49,7 @@ def chunked_logits(
         stop = min(start + chunk, first_kept if start < first_kept else length)
         part = tokens[:, start:stop].to(model.device)
         kept = start >= first_kept
-        out = model(part, past_key_values=cache, use_cache=True, logits_to_keep=0 if kept else 1)
+        out = model(part, cache=cache, use_cache=True, logits_to_keep=0 if kept else 1)
         on_tokens(stop)
         if kept:
             yield out.logits
@@ -160,5 +160,5 @@ def continue_texts(
                 texts[index].append(token)
         if all(ended) or step + 1 == new_tokens:
             break
-        logits = model(chosen[:, None], past_key_values=cache, use_cache=True).logits
+        logits = model(chosen[:, None], cache=cache, use_cache=True).logits
     return texts

@@ -419,7 +419,7 @@ def needle_weights(
         weights.append(of_keys[:, max(0, needle[0] - gone) : max(0, needle[1] - gone)].sum(-1).tolist())
 
     with observed_attention(model, see):
-        model(prompt[None, -1:].to(model.device), past_key_values=cache, use_cache=True)
+        model(prompt[None, -1:].to(model.device), cache=cache, use_cache=True)
     on_tokens(len(prompt))
     return weights
 
