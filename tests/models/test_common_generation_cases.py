@@ -239,6 +239,14 @@ def test_caches_change_no_token(family: str, padded: bool) -> None:
         assert torch.equal(generate(model, ids, attention_mask=mask, **options), expected), options
 
 
+@every_family
+def test_generation_amid_training_with_gradient_checkpointing(family: str) -> None:
+    model, ids = decoder(family), tokens(2, PROMPT)
+    expected = generate(model, ids)
+    model.train().activation_checkpointing_enable()
+    assert torch.equal(generate(model, ids), expected)
+
+
 def test_quantised_cache_changes_no_token() -> None:
     pytest.importorskip("optimum.quanto")
     model, ids = decoder("BAM", hidden_size=64), tokens(2, PROMPT)

@@ -432,7 +432,9 @@ class PriorDecoderModel(PriorDecoderPreTrainedModel):
             raise ValueError(f"{name} is not supported with a sequence, whose tokens are spread over processes")
         if use_cache is None:
             use_cache = self.config.use_cache and not self.training and sequence is None
-        if self.gradient_checkpointing and self.training and (use_cache or cache is not None):
+        # Without gradients, no layer is recomputed: generate() keeps its cache in training.
+        recomputes = self.gradient_checkpointing and self.training and torch.is_grad_enabled()
+        if recomputes and (use_cache or cache is not None):
             if cache is not None and cache.get_seq_length():
                 raise ValueError("cache must be empty or None in training with gradient checkpointing")
             logger.warning_once(
