@@ -31,7 +31,6 @@ REFUSED = {
     "softcap": "capped logits",
     "position_bias": "a position bias of the model's own",
     "indices": "a selection of keys",
-    "cache": "a paged cache (continuous batching)",
 }
 """Arguments that some models pass to attention and attend() does not support."""
 
