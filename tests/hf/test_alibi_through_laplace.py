@@ -99,7 +99,7 @@ def test_gradient_checkpointing_keeps_gradients(make: Make) -> None:
     for checkpointing in (False, True):
         model.zero_grad()
         if checkpointing:
-            model.gradient_checkpointing_enable()
+            model.activation_checkpointing_enable()
         model(ids, labels=ids).loss.backward()
         gradients.append([parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None])
     torch.testing.assert_close(*gradients)

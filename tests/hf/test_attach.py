@@ -263,7 +263,7 @@ def test_gradient_checkpointing_keeps_gradients() -> None:
     found = []
     for options in (None, {"use_reentrant": False}, {"use_reentrant": True}):
         if options is not None:
-            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
+            model.activation_checkpointing_enable(activation_checkpointing_kwargs=options)
             model.enable_input_require_grads()
         model.zero_grad()
         model(IDS, attention_mask=PADDED, labels=IDS, use_cache=False).loss.backward()

@@ -131,7 +131,7 @@ def test_gradients_match_transformers(kind: str, checkpointing: str | None) -> N
     theirs, ours = twins(kind)
     for model in (theirs, ours):
         if checkpointing:
-            model.train().gradient_checkpointing_enable({"use_reentrant": checkpointing == "reentrant"})
+            model.train().activation_checkpointing_enable({"use_reentrant": checkpointing == "reentrant"})
         model(**inputs(), labels=inputs()["decoder_input_ids"]).loss.backward()
     biases = 0
     for (name, a), (also, b) in zip(theirs.named_parameters(), ours.named_parameters(), strict=True):

@@ -68,7 +68,7 @@ def compare(variant: str, setting: dict[str, Any]) -> dict[str, float]:
     rank, size = dist.get_rank(), dist.get_world_size()
     model = tiny_decoder(**VARIANTS[variant]).train()
     if setting.get("checkpointing"):
-        model.gradient_checkpointing_enable()
+        model.activation_checkpointing_enable()
     ids = tokens(BATCH, LENGTH)
     masks = {name: setting.get(name) for name in ("document_ids", "attention_mask")}
     labels = next_tokens(ids, **masks)

@@ -23,7 +23,7 @@ def test_lora_and_priors_train_together(family: str, tmp_path: Path) -> None:
         if isinstance(module, Prior) and "modules_to_save" in name:
             module.freeze_what_is_fixed()
     torch.testing.assert_close(logits_of(adapted, ids), before)
-    adapted.gradient_checkpointing_enable({"use_reentrant": True})
+    adapted.activation_checkpointing_enable({"use_reentrant": True})
     adapted.enable_input_require_grads()
     adapted(input_ids=ids, labels=ids).loss.backward()
     trained = {name: p for name, p in adapted.named_parameters() if p.requires_grad}

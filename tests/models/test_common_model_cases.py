@@ -421,13 +421,13 @@ def test_gradient_checkpointing_keeps_gradients(family: str, reentrant: bool | N
         model: Any = tiny_decoder(**FAMILIES[family]).train()
         if checkpointing:
             options = None if reentrant is None else {"use_reentrant": reentrant}
-            model.gradient_checkpointing_enable(options)
+            model.activation_checkpointing_enable(options)
         outputs = model(ids, labels=ids, use_cache=checkpointing)
         assert outputs.cache is None
         outputs.loss.backward()
         grads.append(gradients(model))
         if checkpointing:
-            model.gradient_checkpointing_disable()
+            model.activation_checkpointing_disable()
             assert not any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
     for name, expected in grads[0].items():
         assert expected is not None
@@ -436,7 +436,7 @@ def test_gradient_checkpointing_keeps_gradients(family: str, reentrant: bool | N
 
 def test_gradient_checkpointing_with_a_filled_cache_is_refused() -> None:
     model, ids = tiny_decoder().train(), tokens(2, LENGTH)
-    model.gradient_checkpointing_enable()
+    model.activation_checkpointing_enable()
     cache: Any = DynamicCache(config=model.config)
     with torch.no_grad():
         model.eval()(ids, cache=cache, use_cache=True)
@@ -449,7 +449,7 @@ def test_gradient_checkpointing_with_frozen_embeddings() -> None:
     model: Any = tiny_decoder(**FAMILIES["BAM"]).train()
     for name, parameter in model.named_parameters():
         parameter.requires_grad_("prior" in name and parameter.requires_grad)
-    model.gradient_checkpointing_enable({"use_reentrant": True})
+    model.activation_checkpointing_enable({"use_reentrant": True})
     model.enable_input_require_grads()
     ids = tokens(2, LENGTH)
     model(ids, labels=ids).loss.backward()

@@ -18,7 +18,7 @@ def test_gradient_checkpointing_gives_the_same_gradients(variant: str):
     for checkpointing in (False, True):
         model = tiny_decoder(**VARIANTS[variant]).train()
         if checkpointing:
-            model.gradient_checkpointing_enable()
+            model.activation_checkpointing_enable()
         model(ids, labels=ids).loss.backward()
         grads.append({name: parameter.grad for name, parameter in model.named_parameters() if parameter.requires_grad})
     for name, expected in grads[0].items():
