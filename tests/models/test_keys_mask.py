@@ -38,7 +38,8 @@ def test_parsed_masks_match_the_matrices(data: st.DataObject) -> None:
     if data.draw(st.booleans()):
         documents = torch.randint(0, 2, (batch, length)).cumsum(-1)
         positions = torch.arange(length).expand(batch, -1).contiguous()
-        function = masks.packed_sequence_compatibility_function(function, positions, documents)
+        within = masks.remap_positions_for_packed_sequence(function, positions)
+        function = masks.and_masks(within, masks.packed_sequence_mask_function(documents))
     else:
         before, dropped = data.draw(st.integers(0, 9)), data.draw(st.integers(0, 4))
         dropped = min(dropped, before)

@@ -48,9 +48,9 @@ def test_fingerprints_change_with_any_weight(kind: str, folders: dict[str, Path]
 
 
 def test_models_without_chunked_reading_are_refused(tmp_path: Path):
-    sizes: dict[str, Any] = {"hidden_size": 16, "num_hidden_layers": 1, "vocab_size": model_folders.VOCABULARY}
-    model = hf.MambaForCausalLM(hf.MambaConfig(**sizes, state_size=4))
-    folder = model_folders.save(model, model_folders.tokenizer(), tmp_path / "mamba")
+    """The first GPT of transformers has no cache."""
+    config = hf.OpenAIGPTConfig(vocab_size=model_folders.VOCABULARY, n_embd=16, n_layer=1, n_head=2)
+    folder = model_folders.save(hf.OpenAIGPTLMHeadModel(config), model_folders.tokenizer(), tmp_path / "gpt")
     with pytest.raises(ValueError, match="expected a causal language model with a KV cache"):
         Subject.load(folder)
 
