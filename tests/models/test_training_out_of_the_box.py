@@ -59,7 +59,7 @@ def test_trainer_trains_the_decoder(
         "flattened": DataCollatorWithFlattening(),
     }[collator]
     options = {"eval_strategy": "steps", "eval_steps": 8, "save_strategy": "steps", "save_steps": 8}
-    options |= {"gradient_checkpointing": True}
+    options |= {"activation_checkpointing": True}
     data: Any = rows(tokenizer)
     trainer = Trainer(
         model, arguments(tmp_path, **options), data_collator=collate, train_dataset=data, eval_dataset=data
