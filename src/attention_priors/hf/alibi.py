@@ -61,8 +61,7 @@ class _Model:
             if attention_mask is not None and attention_mask.dim() != 2:
                 attention_mask = self._dense_mask(attention_mask, cache)
             attention_mask = layer_mask(attention_mask, inputs_embeds if input_ids is None else input_ids)
-        theirs: Any = super()
-        return theirs.forward(
+        return super().forward(  # pyright: ignore[reportAttributeAccessIssue]
             input_ids, cache, attention_mask, inputs_embeds, use_cache, output_attentions, *args, **kwargs
         )
 
