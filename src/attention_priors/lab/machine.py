@@ -24,6 +24,8 @@ def versions(packages: Iterable[str]) -> dict[str, str | None]:
 
 
 def _version(package: str) -> str | None:
+    if package == "torch":
+        return str(torch.__version__)  # with the build, such as +cu130, which the metadata of PyPI's wheels lack
     try:
         return version(package)
     except PackageNotFoundError:
