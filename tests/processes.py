@@ -57,6 +57,7 @@ def fork(function: Callable[[], object], printed: Path, method: str = "fork") ->
         printed: File for all output.
         method: :data:`COMPUTING` for a function that computes and can be pickled.
     """
+    printed.write_text("")  # exists even if the process ends before it opens the file
     process: BaseProcess = multiprocessing.get_context(method).Process(  # pyright: ignore[reportAttributeAccessIssue]
         target=_call, args=(function, printed), daemon=True
     )
@@ -68,9 +69,18 @@ def _call(function: Callable[[], object], printed: Path) -> None:
     # The copy must not destroy objects of the first process: an ONNX session would wait for its threads.
     gc.freeze()
     torch.set_num_threads(1)  # threads of the first process do not exist in the copy
-    with printed.open("w", buffering=1, encoding="utf-8") as sys.stdout:
-        sys.stderr = sys.stdout
-        function()
+    # The file stays open, because multiprocessing prints an exception after this function ends.
+    sys.stdout = sys.stderr = printed.open("w", buffering=1, encoding="utf-8")
+    function()
+
+
+def join(process: BaseProcess, printed: Path) -> str:
+    """Wait for a process of :func:`fork` and return its output. It must end in 300 s, with exit code 0."""
+    process.join(300)
+    output = printed.read_text(encoding="utf-8")
+    # An exit code below 0 is the negative number of a signal; None means that the process still runs.
+    assert process.exitcode == 0, f"the exit code is {process.exitcode}; {printed.name} contains\n{output}"
+    return output
 
 
 def run_ranks(function: Callable[[], object], folder: Path, processes: int, timeout: float = 300) -> None:
@@ -99,8 +109,7 @@ def run_ranks(function: Callable[[], object], folder: Path, processes: int, time
             ended = multiprocessing.connection.wait(list(running), timeout)
             assert ended, f"processes {[*running.values()]} did not end in {timeout} s"
             for rank in (running.pop(sentinel) for sentinel in ended):  # pyright: ignore[reportArgumentType]
-                members[rank].join()
-                assert members[rank].exitcode == 0, f"process {rank} failed; it printed\n{printed[rank].read_text()}"
+                join(members[rank], printed[rank])
     finally:
         for member in members:
             member.kill()

@@ -15,7 +15,7 @@ from attention_priors import Laplace, Spectral, attend
 from attention_priors.lab.bench import peers
 from attention_priors.lab.bench.measure import error_of
 from attention_priors.lab.bench.way import CannotRunError, Case, Pass, make_inputs
-from processes import fork
+from processes import fork, join
 
 PACKAGE_OF = {
     "x-transformers": "x_transformers",
@@ -175,6 +175,4 @@ def test_peers_are_imported_on_demand(tmp_path: Path):
         importlib.import_module("attention_priors.lab.bench")
         assert not peers.intersection(sys.modules)
 
-    process = fork(import_anew, tmp_path / "printed")
-    process.join()
-    assert process.exitcode == 0, (tmp_path / "printed").read_text()
+    join(fork(import_anew, tmp_path / "printed"), tmp_path / "printed")

@@ -12,7 +12,7 @@ from typing import Any
 import attention_priors.lab.evaluate
 import attention_priors.lab.report  # noqa: F401
 from attention_priors.lab.cli import app
-from processes import COMPUTING, fork
+from processes import COMPUTING, fork, join
 
 
 def start(output: Path, arguments: list[str]) -> BaseProcess:
@@ -23,9 +23,7 @@ def start(output: Path, arguments: list[str]) -> BaseProcess:
 
 def let_live(output: Path, arguments: list[str]) -> None:
     """Run the command in a child that is not killed."""
-    process = start(output, arguments)
-    process.join()
-    assert process.exitcode == 0, output.with_name("printed.txt").read_text()
+    join(start(output, arguments), output.with_name("printed.txt"))
 
 
 def size(path: Path) -> int:

@@ -22,7 +22,7 @@ from attention_priors.lab.output_folder import sole_writer
 from attention_priors.lab.results import Results, read_rows
 from attention_priors.lab.study import Recipe, compare
 from attention_priors.lab.study.workers import FINISHED, TAKEN, LocalWorkers
-from processes import fork
+from processes import fork, join
 
 ONE_SCHEME: dict[str, Any] = {
     "schemes.BAM + SSMax": ...,
@@ -84,13 +84,6 @@ def begin(tiny: Callable[..., Recipe], tmp_path: Path) -> Iterator[Callable[...,
         call.join()
 
 
-def _ended(call: BaseProcess, printed: Path) -> str:
-    """Return the output of a call."""
-    call.join(120)
-    assert call.exitcode == 0, printed.read_text()
-    return printed.read_text()
-
-
 def _wait_for(path: Path) -> None:
     deadline = time.monotonic() + 120
     while not path.exists():
@@ -110,7 +103,7 @@ def test_calls_with_different_runs_work_concurrently(tiny, tmp_path, quiet, monk
     words = ["compare", str(recipe), "--output", str(output), "--seeds"]
     calls = [fork(partial(app, [*words, str(seed)]), file) for seed, file in files.items()]
     for call, (seed, file) in zip(calls, files.items(), strict=True):
-        printed = " ".join(_ended(call, file).split())  # words may be wrapped
+        printed = " ".join(join(call, file).split())  # words may be wrapped
         assert f"ALiBi, seed {seed}, has ended: 1 of 1 runs" in printed
         assert "other call" not in printed
     found = Results.read(output)
@@ -141,7 +134,7 @@ def test_runs_of_another_call_are_not_executed(begin, copying, tiny, tmp_path):
     assert lines[-1] == "to collect their results, run the same command again once they have ended"
     assert _runs(results) == []
     (output / "both").touch()
-    assert "running in another call" not in _ended(*call)
+    assert "running in another call" not in join(*call)
     gathered = compare(tiny(), output, only=["ALiBi"], console=console)
     assert _runs(gathered) == [("ALiBi", 3)]
 
@@ -151,7 +144,7 @@ def test_calls_with_equal_runs_share_them(begin, copying, tmp_path):
     calls = [begin(), begin()]
     _wait_for(output / "begun")
     (output / "both").touch()
-    printed = [_ended(*call) for call in calls]
+    printed = [join(*call) for call in calls]
     for name in ("ALiBi", "BAM + SSMax"):
         ended = [f"{name}, seed 3, has ended" in words for words in printed]
         left = [f"{name}, seed 3, is running in another call" in words for words in printed]

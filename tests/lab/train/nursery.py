@@ -12,7 +12,7 @@ from typing import Any
 
 from attention_priors.lab.train import Observer, load_train_recipe, run_recipe
 from attention_priors.lab.train.checkpoints import checkpoint_steps, last_complete
-from processes import COMPUTING, fork
+from processes import COMPUTING, fork, join
 
 
 def start(recipe: Path, output: Path) -> tuple[BaseProcess, Connection]:
@@ -43,8 +43,7 @@ def let_live(recipe: Path, output: Path) -> None:
     """Run the recipe in a child that is not killed."""
     process, hearing = start(recipe, output)
     hear(hearing)
-    process.join()
-    assert process.exitcode == 0, recipe.with_name("printed.txt").read_text()
+    join(process, recipe.with_name("printed.txt"))
 
 
 def kill_at_random(recipe: Path, output: Path, kills: int, seed: int) -> list[dict[str, Any]]:
