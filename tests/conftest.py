@@ -1,4 +1,4 @@
-"""Setup shared by all tests: reproducible random examples, one Chromium per file, and Triton's interpreter."""
+"""Setup shared by all tests: reproducible random examples, one Chromium per file, Triton's interpreter, autograd."""
 
 import gc
 import importlib
@@ -20,6 +20,11 @@ settings.load_profile("ci")
 # which all tests of a process share.
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
+
+    # The first backward pass of a process starts autograd's threads, one for each device, and a process with such
+    # threads cannot be forked to compute. Once FakeTensorMode has run, PyTorch for CUDA counts a device that does not
+    # exist, so the first backward pass must come before.
+    torch.zeros((), requires_grad=True).backward()
 else:
     # Import before any test sets that variable.
     importlib.import_module("attention_priors.attention.triton.kernels")
