@@ -10,8 +10,8 @@ import torch
 from attention_priors import attend
 from attention_priors.lab.data.tokenizer import pretrained_tokenizer
 from attention_priors.lab.inspect import effective_reach
-from attention_priors.lab.tasks.needles.texts import NeedleTexts
 from attention_priors.lab.tasks.passkey import PasskeyTexts
+from attention_priors.lab.tasks.ruler.texts import RulerTexts
 from attention_priors.priors import GeneralizedGaussian, Laplace
 from written_pages import ROOT, run_page
 
@@ -57,7 +57,7 @@ def test_the_tokenizer_of_the_page_meets_the_rules(tmp_path: Path, monkeypatch: 
     length = PasskeyTexts(tokenizer).shortest_text + 40
     sample = PasskeyTexts(tokenizer, decoys=1).draw_text(length, torch.Generator().manual_seed(0))
     assert len(sample.tokens) == length
-    NeedleTexts(tokenizer, "niah_single_1").draw_text(800, torch.Generator().manual_seed(0))
+    RulerTexts(tokenizer, "niah_single_1").draw_text(800, torch.Generator().manual_seed(0))
 
 
 def test_documented_reach_of_slopes_is_correct(capsys: pytest.CaptureFixture[str]) -> None:

@@ -31,7 +31,7 @@ from attention_priors.lab.data.genomes import check_nucleotides, encode_nucleoti
 from attention_priors.lab.data.preparation import Preparation, prepare
 from attention_priors.lab.data.shards import TokenShards, read_manifest
 from attention_priors.lab.data.sources import DataSettings, FastaSettings
-from attention_priors.lab.tasks import NeedleTask, PasskeyTexts
+from attention_priors.lab.tasks import PasskeyTexts, RulerTask
 
 
 def fasta(path: Path, content: str | bytes) -> Path:
@@ -306,7 +306,7 @@ def test_nucleotide_tokenizers_refuse_pass_keys_and_needles():
     with pytest.raises(ValueError, match="cannot write '12345': its tokens decode to 'NNNNN'"):
         PasskeyTexts(nucleotide_tokenizer(), None)
     with pytest.raises(ValueError, match="cannot write 'What is the special magic number"):
-        NeedleTask(nucleotide_tokenizer(), "niah_single_1")
+        RulerTask(nucleotide_tokenizer(), "niah_single_1")
 
 
 # ---- preparation, as in `attention-priors train`

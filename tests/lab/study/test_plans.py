@@ -19,7 +19,7 @@ from attention_priors.lab.results import read_rows
 from attention_priors.lab.strict_yaml import RecipeError
 from attention_priors.lab.study import Recipe, compare
 from attention_priors.lab.tasks import EvaluationPlan, Subject
-from attention_priors.lab.tasks.needles.haystack import haystack_of
+from attention_priors.lab.tasks.ruler.haystack import haystack_of
 from attention_priors.models import PriorDecoderForCausalLM
 
 PLANS: dict[str, Any] = {

@@ -16,15 +16,15 @@ from transformers import PreTrainedTokenizerFast
 
 from attention_priors.lab.data import Document, RetrievalShare, TrainingMixture, token_stream
 from attention_priors.lab.tasks import (
-    NEEDLE_TASKS,
     CopyMixture,
     CopyMixtureRows,
     Haystack,
-    NeedleTask,
-    NeedleTexts,
     PasskeyTexts,
+    RulerTask,
+    RulerTexts,
 )
 from attention_priors.lab.tasks.retrieval import text_seed
+from attention_priors.lab.tasks.ruler.needles import NEEDLE_TASKS
 
 RECORDED = Path(__file__).with_name("generated_texts.json")
 LENGTHS, DEPTHS = (150, 400), (0.0, 0.4, 1.0)
@@ -41,9 +41,9 @@ def _passkeys(words: Words, *, corpus: bool, **settings: object) -> Texts:
             yield task.sample(length + task.minimum_length, depth, torch.Generator().manual_seed(seed)).tokens
 
 
-def _needles(words: Words, name: str) -> Texts:
+def _prompts(words: Words, name: str) -> Texts:
     tokenizer, documents = words
-    task = NeedleTask(tokenizer, name, Haystack.of("texts", documents))
+    task = RulerTask(tokenizer, name, Haystack.of("texts", documents))
     for seed in range(3):
         sample = task.sample(3000, seed)
         yield sample.prompt
@@ -62,7 +62,7 @@ def _mixture(words: Words) -> Texts:
     tokenizer, documents = words
     stream = token_stream(tokenizer, documents)
     passkeys = PasskeyTexts(tokenizer, stream, decoys=4, decoy_overlap=0.5)
-    needles = NeedleTexts(tokenizer, "niah_single_1", Haystack.of("texts", documents))
+    needles = RulerTexts(tokenizer, "niah_single_1", Haystack.of("texts", documents))
     shares = [RetrievalShare(passkeys, 0.4), RetrievalShare(needles, 0.4, answer_weight=10.0)]
     rows = TrainingMixture(stream, context_length=512, num_rows=8, seed=3, retrieval=shares)
     for row in rows:
@@ -78,7 +78,9 @@ CASES: dict[str, Callable[[Words], Texts]] = {
     "passkey, corpus": lambda words: _passkeys(words, corpus=True),
     "passkey, corpus, decoys": lambda words: _passkeys(words, corpus=True, decoys=5),
     "passkey, corpus, overlapping decoys": lambda words: _passkeys(words, corpus=True, decoys=5, decoy_overlap=0.5),
-    **{f"needles, {name}": (lambda words, name=name: _needles(words, name)) for name in NEEDLE_TASKS},
+    **{f"needles, {name}": (lambda words, name=name: _prompts(words, name)) for name in NEEDLE_TASKS},
+    # RULER's own files fix the prompts of variable_tracking, in test_variable_tracking.py.
+    "variable_tracking_2_hops": lambda words: _prompts(words, "variable_tracking_2_hops"),
     "copy mixture": _copies,
     "training rows": _mixture,
     "seeds of comparisons": lambda words: _seeds("mixed"),

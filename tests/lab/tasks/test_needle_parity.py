@@ -18,17 +18,18 @@ from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
 from attention_priors.lab.data import Document
-from attention_priors.lab.tasks import NEEDLE_TASKS, Haystack, NeedleTask, load_haystack, match_all
-from attention_priors.lab.tasks.needles.haystack import RegexSplitter
-from attention_priors.lab.tasks.needles.prompts import (
+from attention_priors.lab.tasks import Haystack, RulerTask, load_haystack, match_all
+from attention_priors.lab.tasks.ruler.haystack import RegexSplitter
+from attention_priors.lab.tasks.ruler.needles import (
     DEPTHS,
-    NOISE,
+    NEEDLE_TASKS,
     CompoundWords,
     NeedleSettings,
     draw,
     key_words,
     render,
 )
+from attention_priors.lab.tasks.ruler.settings import NOISE
 
 PREPARE, UTILS = "lm_eval.tasks.ruler.prepare_niah", "lm_eval.tasks.ruler.niah_utils"
 ANSWER_PREFIX = " The special magic {type_needle_v} for {query} mentioned in the provided text are"
@@ -113,10 +114,10 @@ def test_equal_draws_give_equal_prompts_and_answers(reference: ModuleType, essay
         rng = random.Random(seed)
         draws, ours = _our_prompt(settings, essay, size, rng)
 
-        assert ours.prompt == prompt
+        assert ours.text == prompt
         assert draws.expected == answers
         assert rng.getstate() == random.getstate()  # equal states, so that the next prompt is equal too
-        assert ours.prompt.endswith(ours.answer_prefix)
+        assert ours.text.endswith(ours.answer_prefix)
         assert all(value in prompt for value in answers)
 
 
@@ -133,24 +134,24 @@ def test_equal_draws_give_equal_prompts_for_any_settings(
     reference: ModuleType, essay: Haystack, kinds: tuple[Any, Any, Any], counts: tuple[int, int], data: st.DataObject
 ):
     settings = NeedleSettings(*kinds, *counts, num_queries=data.draw(st.integers(1, counts[0])))
-    size = data.draw(st.integers(1 if kinds[0] == "essay" else settings.num_needles, 200))
+    size = data.draw(st.integers(1 if kinds[0] == "essay" else settings.num_sentences, 200))
     seed = data.draw(st.integers(0, 2**32))
     random.seed(seed)
     prompt, answers = _reference_prompt(reference, settings, essay, size)
 
     draws, ours = _our_prompt(settings, essay, size, random.Random(seed))
 
-    assert (ours.prompt, draws.expected) == (prompt, answers)
+    assert (ours.text, draws.expected) == (prompt, answers)
 
 
-def _ruler_size(reference: ModuleType, tokenizer: PreTrainedTokenizerFast, task: NeedleTask, essay: Haystack, length):
+def _ruler_size(reference: ModuleType, tokenizer: PreTrainedTokenizerFast, settings: NeedleSettings, essay, length):
     """Run RULER's own search, which builds every prompt by the reference and tokenises it whole."""
 
     def tokens(size: int) -> int:
-        return len(tokenizer.tokenize(_reference_prompt(reference, task.settings, essay, size)[0]))
+        return len(tokenizer.tokenize(_reference_prompt(reference, settings, essay, size)[0]))
 
     random.seed(42)
-    smallest = 500 if task.settings.haystack == "essay" else 5 if length < 4096 else 25
+    smallest = 500 if settings.haystack == "essay" else 5 if length < 4096 else 25
     per_unit = tokens(smallest) / smallest
     low, high, size = smallest, max(int((length / per_unit) * 3), 2 * smallest), None
     while low <= high:
@@ -167,17 +168,17 @@ def _ruler_size(reference: ModuleType, tokenizer: PreTrainedTokenizerFast, task:
 def test_haystack_size_and_samples_match_ruler(
     reference: ModuleType, tokenizer: PreTrainedTokenizerFast, essay: Haystack, name: str, length: int
 ):
-    task = NeedleTask(tokenizer, name, essay)
-    step, size = _ruler_size(reference, tokenizer, task, essay, length)
+    task, settings = RulerTask(tokenizer, name, essay), NEEDLE_TASKS[name]
+    step, size = _ruler_size(reference, tokenizer, settings, essay, length)
     assert size is not None
     assert task.haystack_size(length) == size
 
     for seed in range(4):
         random.seed(seed)
-        used, prompt, answers = size, *_reference_prompt(reference, task.settings, essay, size)
+        used, prompt, answers = size, *_reference_prompt(reference, settings, essay, size)
         while len(tokenizer.tokenize(prompt)) + 128 > length:
             used -= step if used > step else 0
-            prompt, answers = _reference_prompt(reference, task.settings, essay, used)
+            prompt, answers = _reference_prompt(reference, settings, essay, used)
         sample = task.sample(length, seed)
         assert (sample.prompt, sample.expected) == (prompt, answers)
         assert sample.length == len(tokenizer.tokenize(prompt)) + 128
@@ -210,7 +211,7 @@ def test_our_samples_match_the_harness(
         rng = random.Random()
         rng.setstate(state)
         draws, rendered = _our_prompt(settings, essay, size, rng)
-        ours.append((rendered.prompt, rendered.answer_prefix, draws.expected))
+        ours.append((rendered.text, rendered.answer_prefix, draws.expected))
     for sample in samples:  # the harness joins question and prefix by its target_delimiter, a space
         prefix = f" {sample['gen_prefix']}"
         assert (sample["input"] + prefix, prefix, tuple(sample["outputs"])) in ours

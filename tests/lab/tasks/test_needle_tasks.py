@@ -13,16 +13,23 @@ from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 
 from attention_priors.lab.data import Document, load_corpus
 from attention_priors.lab.tasks import (
-    NEEDLE_TASKS,
     Haystack,
     NeedleSettings,
-    NeedleTask,
     PunktSplitter,
+    RulerTask,
     load_haystack,
     match_all,
 )
-from attention_priors.lab.tasks.needles.haystack import RegexSplitter
-from attention_priors.lab.tasks.needles.prompts import DEPTHS, CompoundWords, at_depth, draw, key_words, render
+from attention_priors.lab.tasks.ruler.haystack import RegexSplitter
+from attention_priors.lab.tasks.ruler.needles import (
+    DEPTHS,
+    NEEDLE_TASKS,
+    CompoundWords,
+    at_depth,
+    draw,
+    key_words,
+    render,
+)
 
 ONE_ANSWER = [name for name, settings in NEEDLE_TASKS.items() if settings.num_answers == 1]
 
@@ -33,13 +40,13 @@ def essay(documents: tuple[Document, ...]) -> Haystack:
 
 
 @pytest.fixture(scope="module")
-def tasks(tokenizer: PreTrainedTokenizerFast, essay: Haystack) -> dict[str, NeedleTask]:
-    return {name: NeedleTask(tokenizer, name, essay) for name in NEEDLE_TASKS}
+def tasks(tokenizer: PreTrainedTokenizerFast, essay: Haystack) -> dict[str, RulerTask]:
+    return {name: RulerTask(tokenizer, name, essay) for name in NEEDLE_TASKS}
 
 
 def test_prompts_have_the_documented_text(tokenizer: PreTrainedTokenizerFast):
     settings = NeedleSettings("essay", num_keys=2)
-    task = NeedleTask(
+    task = RulerTask(
         tokenizer, settings, Haystack("short", "It rains. The sun comes.\nAll  is well."), tokens_to_generate=16
     )
     sample = task.sample(600, seed=1)
@@ -66,7 +73,7 @@ def test_prompts_have_the_documented_text(tokenizer: PreTrainedTokenizerFast):
 def test_samples_fit_below_rulers_smallest_haystack(
     tokenizer: PreTrainedTokenizerFast, essay: Haystack, name: str, length: int
 ):
-    task = NeedleTask(tokenizer, name, essay, tokens_to_generate=8)
+    task = RulerTask(tokenizer, name, essay, tokens_to_generate=8)
     if name == "niah_multiquery" and length == 650:
         with pytest.raises(ValueError, match=r"length 650 is too short: with the smallest haystack the prompt has \d+"):
             task.sample(length, 0)
@@ -79,12 +86,12 @@ def test_samples_fit_below_rulers_smallest_haystack(
 
 @pytest.mark.parametrize("name", NEEDLE_TASKS)
 def test_samples_depend_only_on_length_and_seed(
-    tokenizer: PreTrainedTokenizerFast, essay: Haystack, tasks: dict[str, NeedleTask], name: str
+    tokenizer: PreTrainedTokenizerFast, essay: Haystack, tasks: dict[str, RulerTask], name: str
 ):
     first = tasks[name].sample(2900, 7)
     tasks[name].sample(3100, 5)
     assert tasks[name].sample(2900, 7) == first
-    assert NeedleTask(tokenizer, name, essay).sample(2900, 7) == first
+    assert RulerTask(tokenizer, name, essay).sample(2900, 7) == first
     assert tasks[name].sample(2900, 8) != first
 
 
@@ -99,17 +106,17 @@ def test_a_given_depth_moves_only_one_needle(name: str, depth: float, seed: int,
 
     assert moved.expected_depths == (100 * depth,)
     assert moved.expected == drawn.expected
-    needle = re.search(rf"One of the special magic \w+ for \S+( \S+)? is: {drawn.expected[0]}\.", before.prompt)
+    needle = re.search(rf"One of the special magic \w+ for \S+( \S+)? is: {drawn.expected[0]}\.", before.text)
     assert needle is not None
-    assert after.prompt.count(needle[0]) == 1
-    assert before.prompt.replace(needle[0], "").split() == after.prompt.replace(needle[0], "").split()
-    start = after.prompt[: after.prompt.index(needle[0])]
+    assert after.text.count(needle[0]) == 1
+    assert before.text.replace(needle[0], "").split() == after.text.replace(needle[0], "").split()
+    start = after.text[: after.text.index(needle[0])]
     unit = r"Sentence \d" if settings.haystack == "essay" else r"(Sentence \d+\.|One of the special [^\n]*)\n"
     assert len(re.findall(unit, start)) == int(units * depth)
 
 
 @pytest.mark.parametrize("name", ONE_ANSWER)
-def test_samples_at_a_depth_fit_and_differ_from_the_drawn_ones_in_depth(tasks: dict[str, NeedleTask], name: str):
+def test_samples_at_a_depth_fit_and_differ_from_the_drawn_ones_in_depth(tasks: dict[str, RulerTask], name: str):
     same = 0
     for seed in range(12):
         drawn, moved = (tasks[name].sample(3000, seed, depth) for depth in (None, 0.3))
@@ -120,7 +127,7 @@ def test_samples_at_a_depth_fit_and_differ_from_the_drawn_ones_in_depth(tasks: d
     assert same >= 6  # the others were drawn again, because one of the two prompts was too long
 
 
-def test_depths_reach_both_ends(tasks: dict[str, NeedleTask]):
+def test_depths_reach_both_ends(tasks: dict[str, RulerTask]):
     for name in ONE_ANSWER:
         start, end = (tasks[name].sample(3000, 3, depth) for depth in (0, 1))
         assert start.prompt.split("\n", 1)[1].lstrip().startswith("One of the special magic")
@@ -128,7 +135,7 @@ def test_depths_reach_both_ends(tasks: dict[str, NeedleTask]):
         assert end.prompt.rsplit("\n", 1)[0].rstrip().endswith(f"{end.expected[0]}.")
 
 
-def test_reported_depths_match_the_needles(essay: Haystack, tasks: dict[str, NeedleTask]):
+def test_reported_depths_match_the_needles(essay: Haystack, tasks: dict[str, RulerTask]):
     for name in NEEDLE_TASKS:
         settings = NEEDLE_TASKS[name]
         for seed in range(10):
@@ -213,18 +220,18 @@ def test_punkt_splits_by_its_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert punkt(text) == ["Dr. Who met Mr. Hyde.", "They talked."]
     assert RegexSplitter()(text.strip()) == ["Dr.", "Who met Mr.", "Hyde.", "They talked."]
     assert punkt.name == f"nltk-{nltk.__version__}/punkt_tab/english"
-    sample = NeedleTask(tokenizer, "niah_single_2", Haystack("doctors", text), split_sentences=punkt).sample(600, 1)
+    sample = RulerTask(tokenizer, "niah_single_2", Haystack("doctors", text), split_sentences=punkt).sample(600, 1)
     assert not re.search(r"[DM]r\. +One of the special", sample.prompt)
     with pytest.raises(LookupError, match="punkt_tab"):
         PunktSplitter("german")
 
 
 def test_token_counts_ignore_the_tokenizers_truncation(
-    tokenizer: PreTrainedTokenizerFast, essay: Haystack, tasks: dict[str, NeedleTask]
+    tokenizer: PreTrainedTokenizerFast, essay: Haystack, tasks: dict[str, RulerTask]
 ):
     tokenizer("some text", truncation=True, max_length=16, padding="max_length")
     try:
-        task = NeedleTask(tokenizer, "niah_single_2", essay)
+        task = RulerTask(tokenizer, "niah_single_2", essay)
         assert task.sample(2900, 1) == tasks["niah_single_2"].sample(2900, 1)
     finally:
         tokenizer("some text")
@@ -232,7 +239,7 @@ def test_token_counts_ignore_the_tokenizers_truncation(
 
 def test_slow_tokenizers_count_tokens(essay: Haystack):
     tokenizer = ByT5Tokenizer()  # bytes
-    sample = NeedleTask(tokenizer, "niah_multikey_1", essay).sample(1500, 0)
+    sample = RulerTask(tokenizer, "niah_multikey_1", essay).sample(1500, 0)
     assert 1300 < sample.length == len(sample.prompt.encode()) + 128 <= 1500
 
 
@@ -288,7 +295,7 @@ def test_genomes_are_haystacks_and_folders_list_skipped_files(tmp_path: Path):
 def test_haystacks_keep_room_for_all_needles(
     tokenizer: PreTrainedTokenizerFast, kind: Any, keys: int, lengths: tuple[int, ...]
 ):
-    task = NeedleTask(tokenizer, NeedleSettings(kind, num_keys=keys))
+    task = RulerTask(tokenizer, NeedleSettings(kind, num_keys=keys))
     for length in lengths:
         assert keys < task.haystack_size(length) < 2 * keys  # one step shorter, the needles do not fit
         for seed in range(12):
@@ -297,13 +304,13 @@ def test_haystacks_keep_room_for_all_needles(
             assert sample.prompt.count(" is: ") >= keys
 
 
-def test_invalid_arguments_are_named(tokenizer: PreTrainedTokenizerFast, essay: Haystack, tasks: dict[str, NeedleTask]):
+def test_invalid_arguments_are_named(tokenizer: PreTrainedTokenizerFast, essay: Haystack, tasks: dict[str, RulerTask]):
     with pytest.raises(ValueError, match=r"task must be one of niah_single_1.*got 'niah_single_9'"):
-        NeedleTask(tokenizer, "niah_single_9", essay)
+        RulerTask(tokenizer, "niah_single_9", essay)
     with pytest.raises(ValueError, match="haystack must be given for a task whose haystack is an essay"):
-        NeedleTask(tokenizer, "niah_single_2")
+        RulerTask(tokenizer, "niah_single_2")
     with pytest.raises(ValueError, match="tokens_to_generate must be a positive integer, got 0"):
-        NeedleTask(tokenizer, "niah_single_1", tokens_to_generate=0)
+        RulerTask(tokenizer, "niah_single_1", tokens_to_generate=0)
     with pytest.raises(ValueError, match="num_queries must be at most num_keys, 1; it is 2"):
         NeedleSettings("essay", num_queries=2)
     with pytest.raises(ValueError, match="haystack must be one of noise, essay, needle; got 'repeat'"):
@@ -318,7 +325,7 @@ def test_invalid_arguments_are_named(tokenizer: PreTrainedTokenizerFast, essay: 
         tasks["niah_single_1"].sample(3000, -1)
     with pytest.raises(ValueError, match=r"depth must be from 0 to 1, or None; it is 50"):
         tasks["niah_single_1"].sample(3000, 0, depth=50)
-    with pytest.raises(ValueError, match=r"depth must be None for a task that asks for 4 needles; it is 0\.5"):
+    with pytest.raises(ValueError, match=r"depth must be None for a task with 4 answers; it is 0\.5"):
         tasks["niah_multivalue"].sample(3000, 0, depth=0.5)
     with pytest.raises(ValueError, match="expected must hold at least one string"):
         match_all("anything", [])

@@ -12,20 +12,19 @@ from transformers import PreTrainedTokenizerFast
 
 from attention_priors.lab.data import END_OF_TEXT, Document, RetrievalShare, TrainingMixture, token_stream
 from attention_priors.lab.tasks import (
-    NEEDLE_TASKS,
     EvaluationPlan,
     Haystack,
     NeedleSettings,
-    NeedleTask,
-    NeedleTexts,
+    RulerTask,
+    RulerTexts,
     Setting,
     Subject,
     make_task,
     match_all,
 )
-from attention_priors.lab.tasks.needles.haystack import RegexSplitter
-from attention_priors.lab.tasks.needles.prompts import draw
-from attention_priors.lab.tasks.needles.task import NeedleRetrieval
+from attention_priors.lab.tasks.ruler.haystack import RegexSplitter
+from attention_priors.lab.tasks.ruler.needles import NEEDLE_TASKS, draw
+from attention_priors.lab.tasks.ruler.task import RulerRetrieval
 from thoroughness import examples
 
 FREE = 128
@@ -39,8 +38,8 @@ def essay(documents: tuple[Document, ...]) -> Haystack:
 
 
 @pytest.fixture(scope="module")
-def texts(tokenizer: PreTrainedTokenizerFast, essay: Haystack) -> dict[str, NeedleTexts]:
-    return {name: NeedleTexts(tokenizer, name, essay) for name in NEEDLE_TASKS}
+def texts(tokenizer: PreTrainedTokenizerFast, essay: Haystack) -> dict[str, RulerTexts]:
+    return {name: RulerTexts(tokenizer, name, essay) for name in NEEDLE_TASKS}
 
 
 def _seeded(seed: int) -> torch.Generator:
@@ -49,14 +48,14 @@ def _seeded(seed: int) -> torch.Generator:
 
 @pytest.mark.parametrize("name", NEEDLE_TASKS)
 def test_texts_are_the_questions_of_evaluation_with_right_answers(
-    tokenizer: PreTrainedTokenizerFast, essay: Haystack, texts: dict[str, NeedleTexts], name: str, tmp_path: Path
+    tokenizer: PreTrainedTokenizerFast, essay: Haystack, texts: dict[str, RulerTexts], name: str, tmp_path: Path
 ):
     (tmp_path / "essay.json").write_text(json.dumps({"text": essay.text}))
     length = 3000
     plan = EvaluationPlan(tasks=(name,), lengths=(length,), corpus=str(tmp_path / "essay.json"))
     asked = make_task(name, Setting(Subject("without a model", cast(Any, None), tokenizer), plan, chunk=64))
-    assert isinstance(asked, NeedleRetrieval)
-    size = NeedleTask(tokenizer, name, essay).haystack_size(length)
+    assert isinstance(asked, RulerRetrieval)
+    size = RulerTask(tokenizer, name, essay).haystack_size(length)
     same = 0
     for seed in range(12):
         text = texts[name].text(size, seed)
@@ -76,7 +75,7 @@ def test_texts_are_the_questions_of_evaluation_with_right_answers(
 @settings(max_examples=examples(5))
 @given(data=st.data())
 def test_essays_may_begin_at_any_word(
-    tokenizer: PreTrainedTokenizerFast, essay: Haystack, texts: dict[str, NeedleTexts], data: st.DataObject
+    tokenizer: PreTrainedTokenizerFast, essay: Haystack, texts: dict[str, RulerTexts], data: st.DataObject
 ):
     near_the_end = st.integers(len(essay.words) - 200, len(essay.words) - 1)
     start = data.draw(st.integers(0, len(essay.words) - 1) | near_the_end)
@@ -85,10 +84,10 @@ def test_essays_may_begin_at_any_word(
     name = data.draw(st.sampled_from(["niah_single_2", "niah_multikey_1"]))
 
     text = texts[name].text(size, seed, start)
-    assert torch.equal(text.tokens, NeedleTexts(tokenizer, name, turned).text(size, seed).tokens)
+    assert torch.equal(text.tokens, RulerTexts(tokenizer, name, turned).text(size, seed).tokens)
 
 
-def test_several_values_are_listed_like_keys(tokenizer: PreTrainedTokenizerFast, texts: dict[str, NeedleTexts]):
+def test_several_values_are_listed_like_keys(tokenizer: PreTrainedTokenizerFast, texts: dict[str, RulerTexts]):
     task = NEEDLE_TASKS["niah_multiquery"]
     text = texts["niah_multiquery"].text(30, seed=5)
     a, b, c, d = draw(task, 1, Random(5)).expected
@@ -98,7 +97,7 @@ def test_several_values_are_listed_like_keys(tokenizer: PreTrainedTokenizerFast,
 
 
 @pytest.mark.parametrize("name", NEEDLE_TASKS)
-def test_drawn_texts_fill_the_requested_length(texts: dict[str, NeedleTexts], name: str):
+def test_drawn_texts_fill_the_requested_length(texts: dict[str, RulerTexts], name: str):
     shortest = texts[name].shortest_text
     unit = {"noise": 0.1, "essay": 0.02, "needle": 0.15}[NEEDLE_TASKS[name].haystack]
     missing = []
@@ -112,7 +111,7 @@ def test_drawn_texts_fill_the_requested_length(texts: dict[str, NeedleTexts], na
 
 @settings(max_examples=examples(25))
 @given(name=st.sampled_from(list(NEEDLE_TASKS)), seed=st.integers(0, 2**32), extra=st.integers(0, 50))
-def test_draws_fit_short_lengths(texts: dict[str, NeedleTexts], name: str, seed: int, extra: int):
+def test_draws_fit_short_lengths(texts: dict[str, RulerTexts], name: str, seed: int, extra: int):
     length = texts[name].shortest_text + extra
     text = texts[name].draw_text(length, _seeded(seed))
 
@@ -123,7 +122,7 @@ def test_draws_fit_short_lengths(texts: dict[str, NeedleTexts], name: str, seed:
 
 @pytest.mark.parametrize("name", ["niah_single_1", "niah_single_2", "niah_multikey_2"])
 def test_needles_have_all_depths_and_essays_begin_anywhere(
-    tokenizer: PreTrainedTokenizerFast, texts: dict[str, NeedleTexts], name: str
+    tokenizer: PreTrainedTokenizerFast, texts: dict[str, RulerTexts], name: str
 ):
     depths, beginnings = [], set()
     for seed in range(80):
@@ -207,7 +206,7 @@ def test_workers_without_shared_memory_make_equal_rows(mixture):
     assert all(torch.equal(rows[index]["input_ids"], elsewhere[index]["input_ids"]) for index in range(10))
 
 
-def test_ratios_above_one_are_refused(mixture, texts: dict[str, NeedleTexts]):
+def test_ratios_above_one_are_refused(mixture, texts: dict[str, RulerTexts]):
     shares = [RetrievalShare(texts["niah_single_1"], 0.7), RetrievalShare(texts["niah_single_2"], 0.5)]
     with pytest.raises(ValueError, match=r"the ratios of retrieval must sum to 1 at most; they sum to 1\.2"):
         mixture(retrieval=shares)
@@ -216,7 +215,7 @@ def test_ratios_above_one_are_refused(mixture, texts: dict[str, NeedleTexts]):
 
 
 def test_invalid_arguments_are_named(
-    tokenizer: PreTrainedTokenizerFast, essay: Haystack, texts: dict[str, NeedleTexts], mixture
+    tokenizer: PreTrainedTokenizerFast, essay: Haystack, texts: dict[str, RulerTexts], mixture
 ):
     shortest = texts["niah_multiquery"].shortest_text
     with pytest.raises(ValueError, match=rf"context_length must be at least {shortest}, .*niah_multiquery.*; it is 90"):
@@ -230,12 +229,12 @@ def test_invalid_arguments_are_named(
     with pytest.raises(ValueError, match="minimum_length must be a positive integer, got -3"):
         RetrievalShare(texts["niah_single_1"], 0.5, -3)
     with pytest.raises(ValueError, match=r"task must be one of niah_single_1.*got 'niah_single_9'"):
-        NeedleTexts(tokenizer, "niah_single_9", essay)
+        RulerTexts(tokenizer, "niah_single_9", essay)
     with pytest.raises(ValueError, match="haystack must be given for a task whose haystack is an essay"):
-        NeedleTexts(tokenizer, "niah_single_2")
+        RulerTexts(tokenizer, "niah_single_2")
     without_end = PreTrainedTokenizerFast(tokenizer_object=tokenizer.backend_tokenizer)
     with pytest.raises(ValueError, match="has no eos_token: expected one to end each text"):
-        NeedleTexts(without_end, "niah_single_1")
+        RulerTexts(without_end, "niah_single_1")
 
 
 def test_custom_settings_and_splitters_work(tokenizer: PreTrainedTokenizerFast, essay: Haystack):
@@ -244,7 +243,7 @@ def test_custom_settings_and_splitters_work(tokenizer: PreTrainedTokenizerFast, 
             words = text.split(" ")
             return [" ".join(words[: len(words) // 2]), " ".join(words[len(words) // 2 :])]
 
-    made = NeedleTexts(tokenizer, NeedleSettings("essay", num_keys=2), essay, split_sentences=Halves())
+    made = RulerTexts(tokenizer, NeedleSettings("essay", num_keys=2), essay, split_sentences=Halves())
     prompt = str(tokenizer.decode(made.text(9, seed=1).prompt))
     context = prompt[prompt.index("\n") + 1 : prompt.rindex("\n")]
     first, second = essay.first(9).strip().split(" ")[:4], essay.first(9).strip().split(" ")[4:]

@@ -31,8 +31,8 @@ from attention_priors.lab.tasks import (
     CopyMixtureRows,
     EvaluationPlan,
     Haystack,
-    NeedleTexts,
     PasskeyTexts,
+    RulerTexts,
     Subject,
 )
 from attention_priors.lab.tasks.copying import HELD_OUT_SEED
@@ -188,7 +188,7 @@ class TextMaterials(Materials):
             "held_out_characters": sum(len(document.text) for document in corpus.held_out),
         }
         self.left_out = left_out(corpus.name, corpus.skipped)
-        self._needle_texts: dict[str, NeedleTexts] = {}
+        self._ruler_texts: dict[str, RulerTexts] = {}
         self._read: dict[str, Any] = {}
 
     @cached_property
@@ -230,9 +230,9 @@ class TextMaterials(Materials):
             )
         tasks, least = settings.needle_tasks or (), settings.needle_minimum_length
         for task in tasks:
-            if task not in self._needle_texts:  # shared by all schemes, because creation is slow
-                self._needle_texts[task] = NeedleTexts(self.tokenizer, task, self._train_haystack)
-            texts = self._needle_texts[task]
+            if task not in self._ruler_texts:  # shared by all schemes, because creation is slow
+                self._ruler_texts[task] = RulerTexts(self.tokenizer, task, self._train_haystack)
+            texts = self._ruler_texts[task]
             yield RetrievalShare(
                 texts,
                 (settings.needle_ratio or 0.0) / len(tasks),

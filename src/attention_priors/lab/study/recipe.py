@@ -16,7 +16,7 @@ from attention_priors.lab.evaluate import EvaluationSettings
 from attention_priors.lab.strict_yaml import Plugins, Strict, check_one_of, errors_at, validated
 from attention_priors.lab.study.runs import OwnFolders, Seeds, check_folders, extended_folder
 from attention_priors.lab.study.sweep import BEFORE, EXTENSION_AXIS, SCHEME_AXIS, Sweep, expand, overlaid, varied
-from attention_priors.lab.tasks import NEEDLE_TASKS, CopyMixture, EvaluationPlan
+from attention_priors.lab.tasks import RULER_TASKS, CopyMixture, EvaluationPlan
 from attention_priors.lab.tasks.plan import known_tasks
 from attention_priors.lab.train import (
     AttachSettings,
@@ -81,19 +81,20 @@ class MixtureSettings(TrainingSettings):
     passkey_answer_weight: float = Field(default=1.0, gt=0)
     """Weight of an answer token's loss; every other token has weight 1."""
     needle_ratio: float | None = Field(default=None, gt=0, le=1)
-    """Share of rows that begin with a needle text, split equally among ``needle_tasks``."""
+    """Share of rows that begin with a RULER text, split equally among ``needle_tasks``."""
     needle_tasks: tuple[str, ...] | None = Field(default=None, min_length=1)
-    """RULER's names of the needle tasks."""
+    """RULER's tasks of ``evaluate``, any of the needle tasks (``niah_...``) and of variable tracking
+    (``variable_tracking...``)."""
     needle_minimum_length: int | None = Field(default=None, gt=0)
-    """Smallest drawn length of a needle text, including its answer. Each task's shortest length is the default and a
+    """Smallest drawn length of a RULER text, including its answer. Each task's shortest length is the default and a
     lower limit."""
     needle_answer_weight: float | None = Field(default=None, gt=0)
-    """Weight of an answer token's loss in needle texts; ``passkey_answer_weight`` by default."""
+    """Weight of an answer token's loss in RULER texts; ``passkey_answer_weight`` by default."""
 
     @field_validator("needle_tasks")
     @classmethod
     def _known_tasks(cls, tasks: tuple[str, ...] | None) -> tuple[str, ...] | None:
-        return None if tasks is None else known_tasks(tasks, NEEDLE_TASKS)
+        return None if tasks is None else known_tasks(tasks, RULER_TASKS)
 
     @model_validator(mode="after")
     def _possible_mixture(self) -> MixtureSettings:

@@ -7,17 +7,17 @@ from __future__ import annotations
 
 from attention_priors.lab.tasks.completion import GenomeCompletion
 from attention_priors.lab.tasks.copying import Copying
-from attention_priors.lab.tasks.needles.prompts import NEEDLE_TASKS
-from attention_priors.lab.tasks.needles.task import NeedleRetrieval
 from attention_priors.lab.tasks.passkey import PasskeyRetrieval, PasskeyWeight
 from attention_priors.lab.tasks.perplexity import Perplexity
 from attention_priors.lab.tasks.plan import COMPLETION, COPYING, PASSKEY_WEIGHT, PASSKEYS, PERPLEXITIES
+from attention_priors.lab.tasks.ruler import RULER_TASKS
+from attention_priors.lab.tasks.ruler.task import RulerRetrieval
 from attention_priors.lab.tasks.task import Setting, Task
 from attention_priors.lab.tasks.timing import Timing
 
 _CLASSES: dict[str, type[Task]] = {
     **dict.fromkeys(PASSKEYS, PasskeyRetrieval),
-    **dict.fromkeys(NEEDLE_TASKS, NeedleRetrieval),
+    **dict.fromkeys(RULER_TASKS, RulerRetrieval),
     **dict.fromkeys(PERPLEXITIES, Perplexity),
     PASSKEY_WEIGHT: PasskeyWeight,
     COMPLETION: GenomeCompletion,

@@ -9,7 +9,7 @@ from pydantic import AfterValidator, Field, field_validator, model_validator
 
 from attention_priors.lab.data import EMBEDDED
 from attention_priors.lab.strict_yaml import Strict
-from attention_priors.lab.tasks.needles.prompts import NEEDLE_TASKS
+from attention_priors.lab.tasks.ruler.needles import NEEDLE_TASKS
 
 COMPLETION = "genome_completion"
 PASSKEY_WEIGHT = "passkey_weight"
@@ -22,6 +22,8 @@ TASKS = {
     "passkey_sentence": "5-digit number between repeated sentences, with the wording of this package's recipes",
     PASSKEY_WEIGHT: "attention of each head on the number of passkey_corpus when the question asks for it",
     **dict.fromkeys(NEEDLE_TASKS, "needle task of RULER"),
+    "variable_tracking": "RULER's variable tracking: a chain of 4 hops between repeated sentences, after an example",
+    "variable_tracking_2_hops": "variable tracking for short lengths: a chain of 2 hops, without an example",
     "perplexity": "loss of each token of long documents, by position",
     "perplexity_short": "loss of whole documents up to a length",
     "perplexity_windows": "loss of pieces of a length, cut from all documents",

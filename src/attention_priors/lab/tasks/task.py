@@ -14,7 +14,8 @@ import torch
 from attention_priors.hf.loading import check_chunk, check_positions
 from attention_priors.lab.data import Corpus, TokenStream, token_stream
 from attention_priors.lab.data.corpora import left_out, read_documents
-from attention_priors.lab.tasks.needles.haystack import (
+from attention_priors.lab.tasks.plan import EvaluationPlan
+from attention_priors.lab.tasks.ruler.haystack import (
     Haystack,
     PunktSplitter,
     RegexSplitter,
@@ -22,7 +23,6 @@ from attention_priors.lab.tasks.needles.haystack import (
     haystack_of,
     load_haystack,
 )
-from attention_priors.lab.tasks.plan import EvaluationPlan
 from attention_priors.lab.tasks.subject import Subject
 
 Record = dict[str, Any]

@@ -1,49 +1,46 @@
-"""Needle prompts of a given length, the score of an answer, and the evaluation task."""
+"""RULER's prompts of a given length, the score of an answer, and the evaluation task."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from random import Random
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from attention_priors.checks import check_choice, check_positive_integers
 from attention_priors.lab.data.tokenizer import TextEncoder, check_writes
-from attention_priors.lab.tasks.needles.haystack import Haystack, RegexSplitter, SentenceSplitter
-from attention_priors.lab.tasks.needles.prompts import (
-    NEEDLE_TASKS,
-    NOISE,
-    NeedleDraws,
-    NeedleSettings,
-    Rendered,
-    at_depth,
-    draw,
-    render,
-)
 from attention_priors.lab.tasks.retrieval import Question, Retrieval
+from attention_priors.lab.tasks.ruler import RULER_TASKS
+from attention_priors.lab.tasks.ruler.haystack import Haystack, RegexSplitter, SentenceSplitter
+from attention_priors.lab.tasks.ruler.settings import NOISE, Generators, Prompt, RulerSettings
 from attention_priors.lab.tasks.task import Setting
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-# RULER's default seed, used for the search of the haystack size.
-_SIZE_SEED = 42
+# RULER's default seed, used for the few-shot example and the search of the haystack size.
+RULER_SEED = 42
 # RULER redraws forever if a text is too long and cannot be shortened.
 MOST_REDRAWS = 1000
+_EXAMPLE_LENGTH = 500
+"""Largest number of tokens of the few-shot example, without its answer."""
+
+Encode = Callable[[str], Sequence[int]]
+Write = Callable[[int], Prompt]
+"""Function that writes a prompt with a haystack of a size."""
 
 
 @dataclass(frozen=True)
-class NeedleSample:
+class RulerSample:
     """Prompt with its expected answer.
 
     Attributes:
         prompt: Text, question and answer prefix, as the model reads them.
         answer_prefix: End of ``prompt`` that begins the answer. Includes the leading space.
-        expected: Values that the question asks for. Ordered like the question.
-        depths: Depth of each value's needle in the haystack, in percent.
+        expected: Strings of a right answer. Ordered like the question or the chain.
+        depths: Depth in percent of the sentence that holds each string, in the haystack.
         length: Tokens of ``prompt``, without special tokens, plus those reserved for the answer. At most the requested
             length.
     """
@@ -55,21 +52,23 @@ class NeedleSample:
     length: int
 
 
-class NeedleTask:
-    """One of RULER's needle-in-a-haystack tasks, for a tokenizer.
+class RulerTask:
+    """One of RULER's tasks, for a tokenizer.
 
-    Prompts equal those of RULER (Hsieh et al., 2024; NVIDIA/RULER, ``scripts/data/synthetic/niah.py``) character for
-    character. `draw` uses a generator in RULER's order, and `render` writes RULER's text. RULER's own search, with its
-    default seed 42, finds the size of the haystack: words of an essay, or lines of another kind. A sample is RULER's
-    prompt of this size after seeding the generator with ``seed``. RULER draws a file of samples from one seed in
-    sequence, so its files differ.
+    Prompts equal those of RULER (Hsieh et al., 2024; NVIDIA/RULER, ``scripts/data/synthetic/niah.py`` and
+    ``variable_tracking.py``) character for character. The settings draw in RULER's order and write RULER's text.
+    RULER's own search, with its default seed 42, finds the few-shot example and the size of the haystack: words of an
+    essay, or lines of another kind. A sample is RULER's prompt of this size after seeding the generators with
+    ``seed``. RULER draws a file of samples from one seed in sequence, so its files differ.
 
     RULER's search stops at the largest haystack that fits with the draws of the search. With other draws, a prompt may
-    be a few tokens too long. As in RULER, it is then redrawn with a haystack that is 500 words (25 lines, or 5 below
-    4096 tokens) shorter. RULER's smallest haystack has this size too, and RULER never returns for a length that cannot
-    hold it. This class searches on, down to one word, or one line for each needle.
+    be a few tokens too long. As in RULER, it is then redrawn with a haystack that is 500 words (5 lines below 4096
+    tokens, else 25, or 10 for variable tracking) shorter. RULER's smallest haystack has this size too, and RULER never
+    returns for a length that cannot hold it. This class searches on, down to one word, or one line for each needle or
+    variable of a chain.
 
-    The ``ruler`` tasks of lm-evaluation-harness write the same prompts from the same draws, with these differences:
+    The ``ruler`` tasks of lm-evaluation-harness write the same needle prompts from the same draws, with these
+    differences:
 
     - **Kind**. This ``noise`` is called ``repeat``.
     - **Size**. The haystack grows in steps of 500 words or 5 or 25 lines until prompt and answers exceed the length.
@@ -79,35 +78,41 @@ class NeedleTask:
     - **Overflow**. Samples that do not fit are shortened down to nothing, then left out.
     - **Seed**. The caller seeds the generator.
 
+    Its variable tracking writes another text around the same draws; docs/ruler-agreement.md lists the differences.
+
     Args:
         tokenizer: Tokenizer that counts the tokens.
-        task: Key of `NEEDLE_TASKS`, or custom settings.
+        task: Key of `RULER_TASKS`, or custom settings.
         haystack: Text of an essay task. Other tasks ignore it.
-        tokens_to_generate: Tokens of each length that are reserved for the answer.
+        tokens_to_generate: Tokens of each length that are reserved for the answer. By default 128 for needles, and 6
+            for each variable, so RULER's 30 for its variable tracking.
         split_sentences: Splitter that finds places for needles in an essay. RULER uses NLTK's punkt, which needs a
             download (`PunktSplitter`); the default needs none.
 
     Raises:
         ValueError: ``task`` is not a known name, an essay task has no ``haystack``, ``tokens_to_generate`` is below 1,
-            or ``tokenizer`` cannot encode the question and its answers.
+            ``tokenizer`` cannot encode the question and its answers, or the few-shot example does not fit 500 tokens.
     """
 
     def __init__(
         self,
         tokenizer: PreTrainedTokenizerBase,
-        task: str | NeedleSettings,
+        task: str | RulerSettings,
         haystack: Haystack | None = None,
         *,
-        tokens_to_generate: int = 128,
+        tokens_to_generate: int | None = None,
         split_sentences: SentenceSplitter | None = None,
     ) -> None:
         self.settings = checked_task(task, haystack)
+        if tokens_to_generate is None:
+            tokens_to_generate = self.settings.answer_tokens
         check_positive_integers(tokens_to_generate=tokens_to_generate)
-        check_writes(tokenizer, "What is the special magic number for quick-fox? 1234567890")
+        check_writes(tokenizer, self.settings.probe)
         self.haystack = haystack if self.settings.haystack == "essay" else None
         self.tokens_to_generate = tokens_to_generate
         self.split_sentences: SentenceSplitter = split_sentences or RegexSplitter()
         self._encode = TextEncoder(tokenizer)
+        self._example = write_example(self.settings, self._encode, Generators.seeded(RULER_SEED))
         self._sizes: dict[int, int] = {}
         # Samples of one length use one or two sizes; the search uses each size once.
         self._cached_units = lru_cache(maxsize=4)(self._units)
@@ -130,7 +135,7 @@ class NeedleTask:
             self._sizes[length] = self._find_size(length)
         return self._sizes[length]
 
-    def sample(self, length: int, seed: int, depth: float | None = None) -> NeedleSample:
+    def sample(self, length: int, seed: int, depth: float | None = None) -> RulerSample:
         """Make one prompt, which depends only on the task, its tokenizer and text, and these arguments.
 
         Args:
@@ -142,7 +147,7 @@ class NeedleTask:
 
         Raises:
             ValueError: ``length`` has no room for the task, ``seed`` is below 0, ``depth`` is outside [0, 1], or
-                ``depth`` is given for a task with several queried needles.
+                ``depth`` is given for a task with several answers.
         """
         if not isinstance(seed, int) or seed < 0:
             raise ValueError(f"seed must be an integer of at least 0; it is {seed!r}")
@@ -151,98 +156,121 @@ class NeedleTask:
                 raise ValueError(f"depth must be from 0 to 1, or None; it is {depth}")
             if self.settings.num_answers > 1:
                 raise ValueError(
-                    f"depth must be None for a task that asks for {self.settings.num_answers} needles; it is {depth}"
+                    f"depth must be None for a task with {self.settings.num_answers} answers; it is {depth}"
                 )
-        size = self.haystack_size(length)
-        step = self._step(length)
-        rng = Random(seed)
-        redraws = 0
-        while True:
-            units = self._cached_units(size)
-            draws, rendered = self._prompt(size, units, rng, depth)
-            used = len(self._encode(rendered.prompt)) + self.tokens_to_generate
-            if used <= length:
-                return NeedleSample(
-                    prompt=rendered.prompt,
-                    answer_prefix=rendered.answer_prefix,
-                    expected=draws.expected,
-                    depths=draws.expected_depths,
-                    length=used,
-                )
-            if size - step >= self._smallest:
-                size -= step
-            elif redraws == MOST_REDRAWS:
-                raise ValueError(
-                    f"length {length} is too short: {redraws} prompts of seed {seed} were all longer, the last "
-                    f"with {used} tokens"
-                )
-            else:
-                redraws += 1
+        size, generators = self.haystack_size(length), Generators.seeded(seed)
 
-    @property
-    def _smallest(self) -> int:
-        """Smallest number of words or lines with room for the needles."""
-        return 1 if self.settings.haystack == "essay" else self.settings.num_needles
+        def write(size: int) -> Prompt:
+            return self.settings.write(self._cached_units(size), generators, depth=depth, example=self._example)
 
-    def _step(self, length: int) -> int:
-        """Return RULER's decrement of a haystack's size, which is also its smallest size."""
-        if self.settings.haystack == "essay":
-            return 500
-        return max(5 if length < 4096 else 25, self.settings.num_needles)
+        prompt, used = _fit(self.settings, self._encode, write, size, length, self.tokens_to_generate)
+        return RulerSample(
+            prompt=prompt.text,
+            answer_prefix=prompt.answer_prefix,
+            expected=prompt.expected,
+            depths=prompt.depths,
+            length=used,
+        )
 
     def _find_size(self, length: int) -> int:
-        step, rng = self._step(length), Random(_SIZE_SEED)
+        generators = Generators.seeded(RULER_SEED)
+        example = write_example(self.settings, self._encode, generators)  # draws as in RULER before the search
 
-        def count(size: int) -> int:
-            return len(self._encode(self._prompt(size, self._units(size), rng, None)[1].prompt))
+        def write(size: int) -> Prompt:
+            return self.settings.write(self._units(size), generators)
 
-        def largest_that_fits(lower: int, upper: int) -> int | None:
-            best = None
-            while lower <= upper:
-                middle = (lower + upper) // 2
-                if count(middle) + self.tokens_to_generate <= length:
-                    best, lower = middle, middle + 1
-                else:
-                    upper = middle - 1
-            return best
-
-        tokens_per_unit = count(step) / step
-        size = largest_that_fits(step, max(int((length / tokens_per_unit) * 3), step * 2))
-        if size is None:
-            size = largest_that_fits(self._smallest, step - 1)
-            if size is None:
-                raise ValueError(
-                    f"length {length} is too short: with the smallest haystack the prompt has {count(self._smallest)} "
-                    f"tokens, and {self.tokens_to_generate} are reserved for the answer"
-                )
-        return size
+        reserved = self.tokens_to_generate + len(self._encode(example or ""))
+        return _find_size(self.settings, self._encode, write, length, reserved)
 
     def _units(self, size: int) -> Sequence[str]:
-        if self.settings.haystack == "noise":
+        if self.haystack is None:
             return [NOISE] * size
-        if self.haystack is None:  # `draw` makes the lines
-            return ()
         return self.split_sentences(self.haystack.first(size).strip())
 
-    def _prompt(
-        self, size: int, units: Sequence[str], rng: Random, depth: float | None
-    ) -> tuple[NeedleDraws, Rendered]:
-        count = len(units) if self.settings.haystack == "essay" else size
-        draws = draw(self.settings, count, rng)
-        if depth is not None:
-            draws = at_depth(draws, count, depth)
-        return draws, render(self.settings, draws, units)
+
+def write_example(settings: RulerSettings, encode: Encode, generators: Generators) -> str | None:
+    """Write RULER's few-shot example, of which each prompt replaces the drawn names. None if the task has none.
+
+    Raises:
+        ValueError: not even the smallest haystack fits.
+    """
+    shot = settings.example_settings
+    if shot is None:
+        return None
+
+    def write(size: int) -> Prompt:
+        return shot.write([NOISE] * size, generators)
+
+    try:
+        size = _find_size(shot, encode, write, _EXAMPLE_LENGTH, 0)
+    except ValueError as error:
+        raise ValueError(f"few-shot example: {error}. Use a task without example: variable_tracking_2_hops") from error
+    prompt, _ = _fit(shot, encode, write, size, _EXAMPLE_LENGTH, 0)
+    return f"{prompt.text}{prompt.answer}\n"
 
 
-def checked_task(task: str | NeedleSettings, haystack: Haystack | None) -> NeedleSettings:
+def _find_size(settings: RulerSettings, encode: Encode, write: Write, length: int, reserved: int) -> int:
+    """Find the largest haystack with which a prompt and the reserved tokens fit, by RULER's search."""
+    step = settings.step(length)
+
+    def count(size: int) -> int:
+        return len(encode(write(size).text))
+
+    def largest_that_fits(lower: int, upper: int) -> int | None:
+        best = None
+        while lower <= upper:
+            middle = (lower + upper) // 2
+            if count(middle) + reserved <= length:
+                best, lower = middle, middle + 1
+            else:
+                upper = middle - 1
+        return best
+
+    tokens_per_unit = count(step) / step
+    size = largest_that_fits(step, max(int((length / tokens_per_unit) * 3), step * 2))
+    if size is None:
+        size = largest_that_fits(settings.smallest, step - 1)
+        if size is None:
+            raise ValueError(
+                f"length {length} is too short: with the smallest haystack the prompt has {count(settings.smallest)} "
+                f"tokens, and {reserved} are reserved for example and answer"
+            )
+    return size
+
+
+def _fit(
+    settings: RulerSettings, encode: Encode, write: Write, size: int, length: int, reserved: int
+) -> tuple[Prompt, int]:
+    """Draw prompts until one fits with the reserved tokens; shorten the haystack as RULER does.
+
+    Returns:
+        The prompt, and its number of tokens plus the reserved ones.
+    """
+    step, redraws = settings.step(length), 0
+    while True:
+        prompt = write(size)
+        used = len(encode(prompt.text)) + reserved
+        if used <= length:
+            return prompt, used
+        if size - step >= settings.smallest:
+            size -= step
+        elif redraws == MOST_REDRAWS:
+            raise ValueError(
+                f"length {length} is too short: {redraws} prompts were all longer, the last with {used} tokens"
+            )
+        else:
+            redraws += 1
+
+
+def checked_task(task: str | RulerSettings, haystack: Haystack | None) -> RulerSettings:
     """Return the settings of a task, given by name or as settings.
 
     Raises:
         ValueError: ``task`` is not a known name, or an essay task has no ``haystack``.
     """
     if isinstance(task, str):
-        check_choice("task", task, tuple(NEEDLE_TASKS))
-        task = NEEDLE_TASKS[task]
+        check_choice("task", task, tuple(RULER_TASKS))
+        task = RULER_TASKS[task]
     if task.haystack == "essay" and haystack is None:
         raise ValueError("haystack must be given for a task whose haystack is an essay; it is None")
     return task
@@ -267,8 +295,8 @@ def match_all(output: str, expected: Sequence[str]) -> float:
     return sum(string.lower() in output for string in expected) / len(expected)
 
 
-class NeedleRetrieval(Retrieval):
-    """Ask for needles (:class:`NeedleTask`). The score is the share of the expected strings in the answer.
+class RulerRetrieval(Retrieval):
+    """Ask a question of RULER (:class:`RulerTask`). The score is the share of the expected strings in the answer.
 
     As in RULER, a length includes the tokens reserved for the answer, and prompts may be a few tokens shorter.
     """
@@ -278,9 +306,9 @@ class NeedleRetrieval(Retrieval):
     def __init__(self, name: str, setting: Setting) -> None:
         super().__init__(name, setting)
         self._beginning = self.subject.beginning()
-        essay = NEEDLE_TASKS[name].haystack == "essay"
+        essay = RULER_TASKS[name].haystack == "essay"
         haystack, splitter = (self.texts.haystack, self.texts.splitter) if essay else (None, None)
-        self._task = NeedleTask(self.subject.tokenizer, name, haystack, split_sentences=splitter)
+        self._task = RulerTask(self.subject.tokenizer, name, haystack, split_sentences=splitter)
 
     def text_identity(self) -> dict[str, Any]:
         """Return everything that determines the prompts."""

@@ -10,20 +10,20 @@ from dataclasses import dataclass
 from functools import cache
 from importlib import resources
 from random import Random
-from typing import Literal, NamedTuple, get_args, overload
+from typing import Literal, get_args, overload
 
 from attention_priors.checks import check_choice, check_positive_integers
+from attention_priors.lab.tasks.ruler.settings import Generators, HaystackKind, Prompt, RulerSettings
 
 DEPTHS = tuple(round(100 * step / 39) for step in range(40))
 """RULER's 40 depths in percent, from 0 to 100; each needle in an essay has a different depth."""
 
-HaystackKind = Literal["noise", "essay", "needle"]
 KeyKind = Literal["words", "uuids"]
 ValueKind = Literal["numbers", "uuids"]
 
 
 @dataclass(frozen=True)
-class NeedleSettings:
+class NeedleSettings(RulerSettings):
     """Settings of one needle-in-a-haystack task.
 
     A needle is a sentence that gives one value of one key. The question asks for all values of some keys.
@@ -50,6 +50,9 @@ class NeedleSettings:
     num_values: int = 1
     num_queries: int = 1
 
+    probe = "What is the special magic number for quick-fox? 1234567890"
+    long_step = 25
+
     def __post_init__(self) -> None:
         check_choice("haystack", self.haystack, get_args(HaystackKind))
         check_choice("key_kind", self.key_kind, get_args(KeyKind))
@@ -57,13 +60,13 @@ class NeedleSettings:
         check_positive_integers(num_keys=self.num_keys, num_values=self.num_values, num_queries=self.num_queries)
         if self.num_queries > self.num_keys:
             raise ValueError(f"num_queries must be at most num_keys, {self.num_keys}; it is {self.num_queries}")
-        if self.haystack == "essay" and self.num_needles > len(DEPTHS):
+        if self.haystack == "essay" and self.num_sentences > len(DEPTHS):
             raise ValueError(
-                f"num_keys * num_values must be at most {len(DEPTHS)} in an essay; it is {self.num_needles}"
+                f"num_keys * num_values must be at most {len(DEPTHS)} in an essay; it is {self.num_sentences}"
             )
 
     @property
-    def num_needles(self) -> int:
+    def num_sentences(self) -> int:
         """Number of needles in a prompt, without distractors."""
         return self.num_keys * self.num_values
 
@@ -71,6 +74,20 @@ class NeedleSettings:
     def num_answers(self) -> int:
         """Number of values in a right answer."""
         return self.num_queries * self.num_values
+
+    @property
+    def answer_tokens(self) -> int:
+        """Default number of tokens reserved for the answer."""
+        return 128
+
+    def write(
+        self, units: Sequence[str], generators: Generators, *, depth: float | None = None, example: str | None = None
+    ) -> Prompt:
+        """Write a prompt; see `RulerSettings.write`. There is no example."""
+        draws = draw(self, len(units), generators.python)
+        if depth is not None:
+            draws = at_depth(draws, len(units), depth)
+        return render(self, draws, units)
 
 
 NEEDLE_TASKS: dict[str, NeedleSettings] = {
@@ -138,8 +155,8 @@ def draw(settings: NeedleSettings, units: int, rng: Random) -> NeedleDraws:
     Raises:
         ValueError: a haystack other than an essay has fewer units than needles.
     """
-    if settings.haystack != "essay" and units < settings.num_needles:
-        raise ValueError(f"units must be at least the number of needles, {settings.num_needles}; it is {units}")
+    if settings.haystack != "essay" and units < settings.num_sentences:
+        raise ValueError(f"units must be at least the number of needles, {settings.num_sentences}; it is {units}")
     keys, values = [], []
     for _ in range(settings.num_keys):
         keys.append(_draw_one(settings.key_kind, rng))
@@ -254,9 +271,6 @@ def _draw_one(kind: str, rng: Random) -> str:
 
 # ---- text
 
-NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
-"""Line of a ``"noise"`` haystack."""
-
 _NEEDLE = "One of the special magic {kind} for {key} is: {value}."
 
 # RULER derives the singular form from the plural by replacing words.
@@ -274,14 +288,7 @@ _SEVERAL = (
 )
 
 
-class Rendered(NamedTuple):
-    """Prompt including its answer prefix, and the answer prefix alone."""
-
-    prompt: str
-    answer_prefix: str
-
-
-def render(settings: NeedleSettings, draws: NeedleDraws, haystack: Sequence[str] = ()) -> Rendered:
+def render(settings: NeedleSettings, draws: NeedleDraws, haystack: Sequence[str] = ()) -> Prompt:
     """Write the prompt for given draws.
 
     Args:
@@ -311,12 +318,13 @@ def render(settings: NeedleSettings, draws: NeedleDraws, haystack: Sequence[str]
     question, prefix = _ONE if one else _SEVERAL
     kind = settings.value_kind.removesuffix("s") if one else settings.value_kind
     answer_prefix = prefix.format(kind=kind, query=query)
-    return Rendered(question.format(kind=kind, query=query, context=context) + answer_prefix, answer_prefix)
-
-
-def continuation(expected: Sequence[str]) -> str:
-    """Return the text after the answer prefix: the values, listed like several keys in the question."""
-    return f" {_listed(expected)}"
+    return Prompt(
+        text=question.format(kind=kind, query=query, context=context) + answer_prefix,
+        answer_prefix=answer_prefix,
+        expected=draws.expected,
+        depths=draws.expected_depths,
+        answer=f" {_listed(draws.expected)}",  # listed like several keys in the question
+    )
 
 
 def _listed(items: Sequence[str]) -> str:

@@ -1,4 +1,4 @@
-"""Needle texts for training: RULER's prompts with their answers."""
+"""RULER's prompts with their answers, for training."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import torch
 
 from attention_priors.lab.data.packing import RetrievalText
 from attention_priors.lab.data.tokenizer import TextEncoder
-from attention_priors.lab.tasks.needles.haystack import Haystack, RegexSplitter, SentenceSplitter
-from attention_priors.lab.tasks.needles.prompts import NOISE, NeedleSettings, Rendered, continuation, draw, render
-from attention_priors.lab.tasks.needles.task import MOST_REDRAWS, checked_task
+from attention_priors.lab.tasks.ruler.haystack import Haystack, RegexSplitter, SentenceSplitter
+from attention_priors.lab.tasks.ruler.settings import NOISE, Generators, Prompt, RulerSettings
+from attention_priors.lab.tasks.ruler.task import MOST_REDRAWS, RULER_SEED, checked_task, write_example
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -27,11 +27,12 @@ _MOST_GUESSES = 6
 """Largest number of haystack sizes tried for one text."""
 
 
-class NeedleTexts:
-    """Generator of training texts for one of RULER's needle tasks.
+class RulerTexts:
+    """Generator of training texts for one of RULER's tasks.
 
-    A text is a prompt of :class:`NeedleTask`, the answer, and an end-of-text token. The answer begins with a space, and
-    lists several values in the way the question lists several keys. Training texts differ from test prompts:
+    A text is a prompt of :class:`RulerTask`, the answer, and an end-of-text token. The answer begins with a space. It
+    lists several values in the way the question lists several keys, and variables with spaces between them, as RULER's
+    example does. Training texts differ from test prompts:
 
     - **Length**. The length is that of the whole text; no tokens are reserved for other answers.
     - **Haystack**. The haystack is as large as the length allows for each text, instead of one size for all texts.
@@ -39,25 +40,26 @@ class NeedleTexts:
 
     Args:
         tokenizer: Tokenizer with an end-of-text token.
-        task: Key of `NEEDLE_TASKS`, or custom settings.
+        task: Key of `RULER_TASKS`, or custom settings.
         haystack: Text of an essay task, different from the test text. Other tasks ignore it.
-        split_sentences: see :class:`NeedleTask`.
+        split_sentences: see :class:`RulerTask`.
 
     Raises:
         ValueError: ``task`` is not a known name, or an essay task has no ``haystack``. Or ``tokenizer`` has no
-            end-of-text token, or merges an answer with the words before it.
+            end-of-text token, merges an answer with the words before it, or cannot fit the few-shot example into 500
+            tokens.
     """
 
     def __init__(
         self,
         tokenizer: PreTrainedTokenizerBase,
-        task: str | NeedleSettings,
+        task: str | RulerSettings,
         haystack: Haystack | None = None,
         *,
         split_sentences: SentenceSplitter | None = None,
     ) -> None:
         self.settings = checked_task(task, haystack)
-        self.name = task if isinstance(task, str) else "needle"
+        self.name = task if isinstance(task, str) else "custom"
         if not isinstance(tokenizer.eos_token_id, int):
             raise ValueError(f"tokenizer {tokenizer.name_or_path!r} has no eos_token: expected one to end each text")
         self._end = tokenizer.eos_token_id
@@ -65,7 +67,8 @@ class NeedleTexts:
         self._encode = TextEncoder(tokenizer)
         self._words = haystack if self.settings.haystack == "essay" else None
         self._split_sentences: SentenceSplitter = split_sentences or RegexSplitter()
-        self._smallest = 1 if self._words is not None else self.settings.num_needles
+        self._smallest = self.settings.smallest
+        self._example = write_example(self.settings, self._encode, Generators.seeded(RULER_SEED))
         rng = Random(0)
         probes = [(rng.randrange(2**62), rng.randrange(self._places)) for _ in range(_PROBES)]
         # Build complete texts, so that an unsuitable tokenizer raises an error here.
@@ -112,27 +115,26 @@ class NeedleTexts:
             seed: Seed of RULER's draws.
             start: Index of the haystack word at which an essay begins.
         """
-        rendered, answer = self._rendered(size, seed, start)
-        prompt, whole = self._encode(rendered.prompt), self._encode(rendered.prompt + answer)
-        if whole[: len(prompt)] != prompt:
+        prompt = self._prompt(size, seed, start)
+        asked, whole = self._encode(prompt.text), self._encode(prompt.text + prompt.answer)
+        if whole[: len(asked)] != asked:
             raise ValueError(
                 f"tokenizer {self._tokenizer_name!r} joins an answer to the words before it: expected separate tokens "
-                f"for {answer!r} after {rendered.answer_prefix!r}"
+                f"for {prompt.answer!r} after {prompt.answer_prefix!r}"
             )
-        return RetrievalText(tokens=torch.tensor([*whole, self._end]), answer_start=len(prompt))
+        return RetrievalText(tokens=torch.tensor([*whole, self._end]), answer_start=len(asked))
 
     @property
     def _places(self) -> int:
         """Number of possible starts of an essay."""
         return 1 if self._words is None else len(self._words.words)
 
-    def _rendered(self, size: int, seed: int, start: int) -> tuple[Rendered, str]:
+    def _prompt(self, size: int, seed: int, start: int) -> Prompt:
         if self._words is not None:
             units = self._split_sentences(self._words.words_from(start, size).strip())
         else:
             units = [NOISE] * size
-        draws = draw(self.settings, len(units), Random(seed))
-        return render(self.settings, draws, units), continuation(draws.expected)
+        return self.settings.write(units, Generators.seeded(seed), example=self._example)
 
     def _largest_that_fits(self, length: int, seed: int, start: int) -> int | None:
         """Return nearly the largest haystack size that fits, or None if the smallest does not fit.
@@ -159,5 +161,5 @@ class NeedleTexts:
         return best
 
     def _count(self, size: int, seed: int, start: int) -> int:
-        rendered, answer = self._rendered(size, seed, start)
-        return len(self._encode(rendered.prompt + answer)) + 1
+        prompt = self._prompt(size, seed, start)
+        return len(self._encode(prompt.text + prompt.answer)) + 1
