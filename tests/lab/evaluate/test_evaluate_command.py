@@ -29,7 +29,8 @@ def run(folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 def test_results_tables_and_figures_are_written(run, folders, tmp_path, drawn):
-    tasks = "passkey,niah_single_2,niah_multivalue,perplexity,perplexity_short,perplexity_windows,timing"
+    tasks = "passkey,niah_single_2,niah_multivalue,variable_tracking_2_hops,perplexity,perplexity_short"
+    tasks += ",perplexity_windows,timing"
     options = ["--lengths", "600", "--corpus", str(folders["texts"]), "--depths", "2"]
     code, said = run("llama", "--task", tasks, *options, "--passes", "2", "--documents", "2", "--output", "out")
     assert code == 0, said

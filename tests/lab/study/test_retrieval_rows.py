@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import recipe_cases
 
-from attention_priors.lab.data import load_corpus
+from attention_priors.lab.data import END_OF_TEXT, load_corpus
 from attention_priors.lab.study.materials import Materials
 from attention_priors.lab.study.recipe import Recipe
 
@@ -95,3 +95,18 @@ def test_needles_may_have_another_weight(load):
     weights = {float(row["loss_weights"].max()) for row in _rows(materials, 60)}
 
     assert weights == {1.0, 3.0, 9.0}
+
+
+def test_variable_tracking_shares_rows_with_needles(load):
+    materials = load({"training.needle_tasks": ["niah_single_2", "variable_tracking_2_hops"]})
+    tracked = 0
+    for row in _rows(materials, 60):
+        text = str(materials.tokenizer.decode(row["input_ids"][row["document_ids"] == 0]))
+        if "VAR " in text:
+            tracked += 1
+            answer = str(materials.tokenizer.decode(row["input_ids"][row["loss_weights"] == 3.0]))
+            asked, number = text.rsplit("they are: ", 1)[0], text.split("value ")[1].split(" ")[0]
+            first, second, third = answer.removesuffix(END_OF_TEXT).split()
+            assert f"VAR {first} = {number}" in asked
+            assert f"VAR {third} = VAR {second} " in asked
+    assert 8 < tracked < 30

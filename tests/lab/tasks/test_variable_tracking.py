@@ -28,8 +28,8 @@ from attention_priors.lab.tasks import (
 )
 from attention_priors.lab.tasks.ruler.settings import NOISE, Generators
 from attention_priors.lab.tasks.ruler.variables import VARIABLE_TASKS
+from written_pages import ROOT, run_page
 
-PREFIX = "are assigned the value {}, they are: "
 WORDS = (
     "Memorize and track the chain(s) of variable assignment hidden in the following text. Question: Find all variables "
     "that are assigned the value in the text above. Answer: According to the chain(s), variables are assigned the "
@@ -263,7 +263,9 @@ def test_short_prompts_need_no_example(tokenizer: PreTrainedTokenizerFast, tasks
     assert tasks["variable_tracking_2_hops"].sample(300, 0).length <= 300
     with pytest.raises(ValueError, match="length 300 is too short: with the smallest haystack the prompt has"):
         tasks["variable_tracking"].sample(300, 0)
-    with pytest.raises(ValueError, match=r"few-shot example: length 500 is too short.*Use a task without example"):
+    with pytest.raises(
+        ValueError, match=r"few-shot example: length 500 is too short.*Use example=False or variable_tracking_2_hops"
+    ):
         RulerTask(ByT5Tokenizer(), "variable_tracking")
     assert RulerTask(ByT5Tokenizer(), "variable_tracking_2_hops").sample(900, 0).length <= 900
 
@@ -286,6 +288,27 @@ def test_invalid_arguments_are_named(tasks: dict[str, RulerTask]):
         VariableSettings(example=cast(Any, "no"))
     with pytest.raises(ValueError, match=r"depth must be None for a task with 3 answers; it is 0\.5"):
         tasks["variable_tracking_2_hops"].sample(400, 0, depth=0.5)
+
+
+def test_the_page_shows_the_prompt_and_the_shortest_lengths(capsys: pytest.CaptureFixture[str]):
+    page = (ROOT / "docs/variable-tracking.md").read_text(encoding="utf-8")
+    names = run_page("docs/variable-tracking.md")
+    printed = "\n".join(line.rstrip() for line in capsys.readouterr().out.splitlines())
+    assert f"```text\n{printed}\n```" in page
+    assert "`{}` is `{}`".format("sample.expected", str(names["sample"].expected).replace("'", '"')) in page
+
+    tokenizer = names["tokenizer"]
+    rows = re.findall(r"^\| (\d) \| (\d+) \| (\d+) \|$", page, re.MULTILINE)
+    lengths = re.findall(r"(\d+)\s+for\s+`(variable_tracking\w*)`", page)
+    assert (len(rows), len(lengths)) == (4, 2)
+    for hops, *shortest in rows:
+        settings = (VariableSettings(num_hops=int(hops), example=example) for example in (False, True))
+        assert [RulerTexts(tokenizer, each).shortest_text for each in settings] == [int(each) for each in shortest]
+    for length, name in lengths:
+        task = RulerTask(tokenizer, name)
+        assert task.haystack_size(int(length)) == VARIABLE_TASKS[name].num_answers
+        with pytest.raises(ValueError, match="is too short"):
+            task.haystack_size(int(length) - 1)
 
 
 # ---- training and evaluation

@@ -83,7 +83,7 @@ class NeedleSettings(RulerSettings):
     def write(
         self, units: Sequence[str], generators: Generators, *, depth: float | None = None, example: str | None = None
     ) -> Prompt:
-        """Write a prompt; see `RulerSettings.write`. There is no example."""
+        """Write a prompt; see `RulerSettings.write`. No needle task has an example."""
         draws = draw(self, len(units), generators.python)
         if depth is not None:
             draws = at_depth(draws, len(units), depth)

@@ -204,7 +204,7 @@ def write_example(settings: RulerSettings, encode: Encode, generators: Generator
     try:
         size = _find_size(shot, encode, write, _EXAMPLE_LENGTH, 0)
     except ValueError as error:
-        raise ValueError(f"few-shot example: {error}. Use a task without example: variable_tracking_2_hops") from error
+        raise ValueError(f"few-shot example: {error}. Use example=False or variable_tracking_2_hops") from error
     prompt, _ = _fit(shot, encode, write, size, _EXAMPLE_LENGTH, 0)
     return f"{prompt.text}{prompt.answer}\n"
 
@@ -233,7 +233,7 @@ def _find_size(settings: RulerSettings, encode: Encode, write: Write, length: in
         if size is None:
             raise ValueError(
                 f"length {length} is too short: with the smallest haystack the prompt has {count(settings.smallest)} "
-                f"tokens, and {reserved} are reserved for example and answer"
+                f"tokens, and {reserved} are reserved for the answer and any example"
             )
     return size
 

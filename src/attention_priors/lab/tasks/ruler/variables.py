@@ -31,9 +31,9 @@ class VariableSettings(RulerSettings):
     assignments are hidden between lines of noise. The question asks for all variables of the first chain.
 
     Attributes:
-        num_chains: Number of chains, each with a number of its own.
-        num_hops: Number of assignments of a variable to another in a chain.
-        example: Whether RULER's few-shot example, of up to 500 tokens, precedes the question.
+        num_chains: Chains in a prompt. Each has a number of its own.
+        num_hops: Assignments from variable to variable in a chain.
+        example: Whether RULER's few-shot example precedes the question. The example has up to 500 tokens.
 
     Raises:
         ValueError: a number is below 1, or ``num_hops`` is above 10, RULER's limit for the example.
