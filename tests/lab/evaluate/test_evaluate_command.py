@@ -9,6 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from attention_priors.lab.cli import app
+from attention_priors.lab.examples import example_folder
 from attention_priors.lab.tasks import TASKS
 
 
@@ -57,6 +58,15 @@ def test_results_tables_and_figures_are_written(run, folders, tmp_path, drawn):
     table = (tmp_path / "out" / "table.md").read_text()
     assert "| passkey | 2 | 0 [0, 66] |" in table
     assert all(name.replace("_", "\\_") in table for name in tasks.split(",")[:-1])
+
+
+def test_variable_tracking_is_evaluated_with_its_example(run, tmp_path):
+    options = ["--task", "variable_tracking", "--lengths", "1024", "--depths", "2", "--output", "out"]
+    assert run(str(example_folder("alibi")), *options)[0] == 0
+    run_line, *texts = [json.loads(line) for line in (tmp_path / "out" / "results.jsonl").read_text().splitlines()]
+    assert run_line["identity"]["answer_tokens"] == 30
+    assert [(len(text["expected"]), text["depth"]) for text in texts] == [(5, None)] * 2
+    assert all(918 - 30 <= text["tokens"] <= 1024 - 30 for text in texts)
 
 
 def test_lengths_may_be_short_and_in_any_order(run, tmp_path):
@@ -114,6 +124,7 @@ def test_the_model_argument_is_required(run):
             ["--task", "niah_single_1", "--lengths", "128"],
             "lengths: for the task 'niah_single_1', length must be above",
         ),
+        (["--task", "variable_tracking"], "few-shot example: length 500 is too short"),
         (["--task", "passkey_corpus", "--corpus", "nowhere"], "corpus: source 'nowhere' does not exist"),
         (["--task", "niah_single_2", "--corpus", "nowhere"], "corpus: source 'nowhere' does not exist"),
         (["--task", "perplexity", "--corpus", "nowhere"], "corpus: source 'nowhere' does not exist"),

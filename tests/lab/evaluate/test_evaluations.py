@@ -28,7 +28,8 @@ from thoroughness import DEEP, every_other_deep
 from written_pages import ROOT
 
 KINDS = pytest.mark.parametrize("kind", model_folders.KINDS)
-OF_TEXT = [task for task in TASKS if task not in ("genome_completion", "copying")]
+# The example of variable_tracking does not fit with the tokenizer of these models.
+OF_TEXT = [task for task in TASKS if task not in ("genome_completion", "copying", "variable_tracking")]
 RETRIEVAL = [task for task in OF_TEXT if not task.startswith(("perplexity", "passkey_weight", "timing"))]
 
 
