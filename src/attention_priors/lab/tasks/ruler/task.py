@@ -180,7 +180,7 @@ class RulerTask:
             return self.settings.write(self._units(size), generators)
 
         reserved = self.tokens_to_generate + len(self._encode(example or ""))
-        return _find_size(self.settings, self._encode, write, length, reserved)
+        return _largest_size(self.settings, self._encode, write, length, reserved)
 
     def _units(self, size: int) -> Sequence[str]:
         if self.haystack is None:
@@ -202,14 +202,14 @@ def write_example(settings: RulerSettings, encode: Encode, generators: Generator
         return shot.write([NOISE] * size, generators)
 
     try:
-        size = _find_size(shot, encode, write, _EXAMPLE_LENGTH, 0)
+        size = _largest_size(shot, encode, write, _EXAMPLE_LENGTH, 0)
     except ValueError as error:
         raise ValueError(f"few-shot example: {error}. Use example=False or variable_tracking_2_hops") from error
     prompt, _ = _fit(shot, encode, write, size, _EXAMPLE_LENGTH, 0)
     return f"{prompt.text}{prompt.answer}\n"
 
 
-def _find_size(settings: RulerSettings, encode: Encode, write: Write, length: int, reserved: int) -> int:
+def _largest_size(settings: RulerSettings, encode: Encode, write: Write, length: int, reserved: int) -> int:
     """Find the largest haystack with which a prompt and the reserved tokens fit, by RULER's search."""
     step = settings.step(length)
 
