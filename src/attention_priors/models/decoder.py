@@ -421,7 +421,7 @@ class PriorDecoderModel(PriorDecoderPreTrainedModel):
         """
         if kwargs.get("is_causal") is False:
             raise ValueError("is_causal must not be False: the decoder is causal; use PriorEncoderModel instead")
-        advice = "mark packed documents by document_ids or position_ids"
+        advice = "pass a cache as cache, and mark packed documents by document_ids or position_ids"
         refuse_unknown(kwargs, "the decoder", "is_causal", "num_items_in_batch", advice=advice)
         hidden = embedded(self.embed_tokens, input_ids, inputs_embeds)
         if cache is not None and not isinstance(cache, Cache):
