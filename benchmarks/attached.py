@@ -1,11 +1,13 @@
-"""Time of a Llama with attached priors, beside the unmodified model.
+"""Time of a model with attached priors, beside the unmodified model.
 
 The script times a training step and a token of `generate`. Usage:
 
     python benchmarks/attached.py --output attached.json
+    python benchmarks/attached.py --model HuggingFaceTB/SmolLM2-135M-Instruct --length 512
 
-Models have two layers of width 512 with 8 heads, and read 2048 tokens. Every repetition runs every model once, in a new
-random order. The script prints medians, and medians of the ratios within a repetition.
+Without --model, the model is a Llama of two layers, width 512 and 8 heads with random weights, which reads 2048 tokens.
+Every repetition runs every model once, in a new random order. The script prints medians, and medians of the ratios
+within a repetition.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from attention_priors._io import write_json
 from attention_priors.hf import attach
@@ -35,8 +37,11 @@ ATTACHED: dict[str, dict[str, Any]] = {
 }
 
 
-def make(options: dict[str, Any]) -> Any:
-    """Return a Llama with random weights and the attached options."""
+def make(options: dict[str, Any], name: str | None) -> Any:
+    """Return a Llama with random weights, or the model of a folder or name, with the attached options."""
+    if name is not None:
+        model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32)
+        return attach(model, **options) if options else model
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=VOCABULARY,
@@ -52,7 +57,8 @@ def make(options: dict[str, Any]) -> Any:
 
 def main() -> None:
     """Measure all models, print the results and write them."""
-    parser = argparse.ArgumentParser(description="Time of a Llama with attached priors.")
+    parser = argparse.ArgumentParser(description="Time of a model with attached priors.")
+    parser.add_argument("--model", help="folder or Hugging Face name of a causal language model")
     parser.add_argument("--length", type=int, default=2048)
     parser.add_argument("--prompt", type=int, default=256, help="number of tokens in the prompt")
     parser.add_argument("--tokens", type=int, default=64, help="number of generated tokens")
@@ -61,8 +67,8 @@ def main() -> None:
     parser.add_argument("--output", type=Path, help="JSON file for the results; without it, they are only printed")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
-    models = {name: make(attached) for name, attached in ATTACHED.items()}
-    ids = torch.randint(0, VOCABULARY, (1, options.length))
+    models = {name: make(attached, options.model) for name, attached in ATTACHED.items()}
+    ids = torch.randint(3, VOCABULARY, (1, options.length))
 
     def step(model: Any) -> None:
         model.train().zero_grad()
