@@ -338,7 +338,7 @@ def test_other_attention_implementations_are_refused() -> None:
 
 def test_attach_points_to_use_priors() -> None:
     with pytest.raises(
-        ValueError, match=r"not a plain decoder: .*; use_priors\(model\) computes its own bias as a prior"
+        ValueError, match=r"not one stack of layers: .*; use_priors\(model\) computes its own bias as a prior"
     ):
         attach(make(), "laplace")
 

@@ -296,12 +296,15 @@ def test_documented_examples_generate_their_schemes():
         pytest.skip("not a checkout of the project")
     pages = ("compare-recipes.md", "compare-extensions.md")
     text = "".join((docs / page).read_text(encoding="utf-8") for page in pages)
-    rows, plans, sweep, extension, ways = (yaml.safe_load(block.split("```")[0]) for block in text.split("```yaml")[1:])
+    blocks = (yaml.safe_load(block.split("```")[0]) for block in text.split("```yaml")[1:])
+    start, rows, plans, sweep, extension, ways = blocks
     sizes = {"hidden_size": 128, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
     base = {"model": sizes, "training": {"context_length": 160, "steps": 9, "batch_size": 4, "learning_rate": 0.1}}
     schemes = Recipe.model_validate({**RECIPE, **base, **sweep}).schemes
     assert f"makes {len(schemes) - 1} schemes of BAM" in text
     assert "BAM · init=laplace" in schemes
+    published = {key: value for key, value in RECIPE.items() if key not in ("model", "tokenizer")}
+    assert len(Recipe.model_validate({**published, "training": base["training"], **start}).schemes) == 3
     del sweep["sweep"]["base"]
     product = Recipe.model_validate({**RECIPE, **base, **sweep}).schemes
     assert f"{len(product) - 1} of them above" in text
