@@ -8,6 +8,7 @@ import torch
 from recipe_cases import RECIPE, carry_out, of_kind, write_texts
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
+from attention_priors import GeneralizedGaussian
 from attention_priors.hf import attached_priors, load_model
 from attention_priors.lab.data import load_corpus, load_tokenizer
 from attention_priors.lab.results import read_rows
@@ -35,8 +36,8 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     texts = write_texts(folder / "texts")
     tokenizer = load_tokenizer(300, load_corpus(texts), folder / "cache")
     torch.manual_seed(0)
-    sizes: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
-    config = LlamaConfig(vocab_size=len(tokenizer), max_position_embeddings=200, **sizes)
+    sizes: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 32, "max_position_embeddings": 200}
+    config = LlamaConfig(vocab_size=len(tokenizer), num_hidden_layers=2, num_attention_heads=4, **sizes)
     LlamaForCausalLM(config).save_pretrained(folder / "model")
     tokenizer.save_pretrained(folder / "model")
     return texts, folder / "model"
@@ -78,10 +79,9 @@ def test_rotary_settings_and_priors_are_saved_with_the_model(finished: Path) -> 
     assert trained(finished, "as it is").config.rope_parameters["rope_type"] == "default"
     priors = attached_priors(trained(finished, "prior in layer 1"))
     assert [*priors] == [1]
-    assert not torch.equal(priors[1].prior.theta_beta, type(priors[1].prior)(4, **PRIOR_ARGUMENTS).theta_beta)
-
-
-PRIOR_ARGUMENTS: dict[str, Any] = {key: value for key, value in PRIOR.items() if key != "name"}
+    prior = priors[1].prior
+    assert isinstance(prior, GeneralizedGaussian)
+    assert not torch.equal(prior.theta_beta, GeneralizedGaussian(4, "neighbours", keep_sign=True).theta_beta)
 
 
 def test_rows_describe_the_changes(finished: Path) -> None:
