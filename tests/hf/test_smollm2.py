@@ -121,7 +121,7 @@ def test_lora_and_priors_train_and_load_together(folder: Path, model: Any, texts
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-        losses.append(float(loss))
+        losses.append(loss.item())
     assert losses[-1] < losses[0] - 0.05
     save_adapter(trained, tmp_path)
     trained.save_pretrained(tmp_path)
