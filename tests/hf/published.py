@@ -6,7 +6,6 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 
 TEXTS = (
@@ -22,7 +21,7 @@ def folder_of_package(name: str) -> Path:
     """Return the folder of an installed package, without importing it: its code needs other packages."""
     found = find_spec(name)
     if found is None or not found.submodule_search_locations:
-        pytest.skip(f"{name} is not installed: make test-checkpoints installs it")
+        raise ModuleNotFoundError(f"{name} is not installed: make test-checkpoints installs it", name=name)
     return Path(found.submodule_search_locations[0])
 
 

@@ -85,8 +85,8 @@ def attach(
     models built from the config do not change.
 
     Args:
-        model: a decoder or an encoder that uses transformers' attention interface. Llama, Mistral, Qwen, Gemma, SmolLM,
-            GPT-2, GPT-NeoX, OPT, BERT, RoBERTa, ModernBERT and most others do.
+        model: a decoder or an encoder that uses transformers' attention interface. Most do, such as Llama, GPT-2 and
+            BERT.
         prior: a description (``"generalized_gaussian"``, ``{"name": "laplace", "learn": True}``, a list for a sum), a
             prior, or None. Each layer gets a copy of a prior.
         logit_scale: a description, a logit scale, or None. ``"residual_ssmax"`` starts as the identity.
@@ -150,7 +150,8 @@ def attach(
     shared: Prior | None = None
     for index, module in chosen.items():
         try:
-            _check_attention(module)
+            if (problem := _not_computed(module)) is not None:
+                raise ValueError(problem)
             part = _make_part(module, given[index]["prior"], given[index]["logit_scale"], some_heads)
             if share_prior and shared is not None:
                 part = AttachedPrior(shared, part.logit_scale, owns_prior=False)
@@ -532,11 +533,6 @@ def _not_computed(module: nn.Module) -> str | None:
     if _has_sinks(module) and cast(Any, module).config.model_type not in WITH_SINKS:
         return f"sinks are supported for model types {', '.join(WITH_SINKS)} only"
     return None
-
-
-def _check_attention(module: nn.Module) -> None:
-    if (problem := _not_computed(module)) is not None:
-        raise ValueError(problem)
 
 
 def _has_sinks(module: nn.Module) -> bool:

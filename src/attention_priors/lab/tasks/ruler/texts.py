@@ -67,15 +67,14 @@ class RulerTexts:
         self._encode = TextEncoder(tokenizer)
         self._words = haystack if self.settings.haystack == "essay" else None
         self._split_sentences: SentenceSplitter = split_sentences or RegexSplitter()
-        self._smallest = self.settings.smallest
         self._example = write_example(self.settings, self._encode, Generators.seeded(RULER_SEED))
         rng = Random(0)
         probes = [(rng.randrange(2**62), rng.randrange(self._places)) for _ in range(_PROBES)]
         # Build complete texts, so that an unsuitable tokenizer raises an error here.
-        shortest = [self.text(self._smallest, *probe).tokens.numel() for probe in probes]
+        shortest = [self.text(self.settings.smallest, *probe).tokens.numel() for probe in probes]
         self._longest_probe = max(shortest)
         self._typical = mean(shortest)
-        larger = mean(self._count(self._smallest + _PROBED_UNITS, *probe) for probe in probes)
+        larger = mean(self._count(self.settings.smallest + _PROBED_UNITS, *probe) for probe in probes)
         self._rate = max((larger - self._typical) / _PROBED_UNITS, 1.0)
         """Average number of tokens of a word or a line."""
 
@@ -142,7 +141,7 @@ class RulerTexts:
         The number of tokens grows almost linearly with the size. A few corrected guesses therefore leave little room
         unused.
         """
-        best, lower, upper = None, self._smallest, length
+        best, lower, upper = None, self.settings.smallest, length
         rate = self._rate
         size = lower + int((length - self._typical) / rate)
         for _ in range(_MOST_GUESSES):
@@ -154,9 +153,9 @@ class RulerTexts:
                 upper = size - 1
             if lower > upper or 0 <= spare < max(rate, length / _FULL):
                 return best
-            if size > self._smallest:
+            if size > self.settings.smallest:
                 # The words of this essay may be longer or shorter than average.
-                rate = max((length - spare - self._typical) / (size - self._smallest), 1.0)
+                rate = max((length - spare - self._typical) / (size - self.settings.smallest), 1.0)
             size += math.floor(spare / rate)
         return best
 
