@@ -41,7 +41,9 @@ def one_query(draw: st.DrawFn, name: str, dtype: torch.dtype) -> Case:
     """Draw one query per text, at the end of its keys."""
     generator = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
     kv_heads, group, batch = draw(st.integers(1, 3)), draw(st.integers(1, 3)), draw(st.integers(1, 3))
-    keys, width, value_width = draw(st.integers(1, 300)), draw(st.integers(1, 12)), draw(st.integers(1, 12))
+    keys, width = draw(st.integers(1, 300)), draw(st.integers(1, 12))
+    # With equal widths, PyTorch's kernel computes a query that sees few keys.
+    value_width = draw(st.just(width) | st.integers(1, 12))
     heads, causal = kv_heads * group, draw(st.booleans())
     scale = None
     if draw(st.booleans()):

@@ -59,7 +59,7 @@ class SSMax(Described, KeepsFloat32):
             visible_keys: number of visible keys ``n``, integers ``(..., 1 or H, Lq)``. The scale of 0 keys is 0.
             dtype: dtype of the result.
         """
-        return (self.s.double().unsqueeze(-1) * visible_keys.clamp(min=1).double().log()).to(dtype)
+        return self.s.to(dtype).unsqueeze(-1) * visible_keys.clamp(min=1).to(dtype).log()
 
 
 class ResidualSSMax(SSMax):
@@ -86,8 +86,8 @@ class ResidualSSMax(SSMax):
 
     def forward(self, visible_keys: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
         """Return the logit scale ``c``, ``(..., H, Lq)``. The arguments are those of :class:`SSMax`."""
-        beyond = (visible_keys.clamp(min=1).double().log() - math.log(self.train_length)).clamp(min=0)
-        return (1 + self.s.double().unsqueeze(-1) * beyond).to(dtype)
+        beyond = (visible_keys.clamp(min=self.train_length).to(dtype) / self.train_length).log()
+        return self.s.to(dtype).unsqueeze(-1) * beyond + 1
 
 
 LOGIT_SCALES: dict[str, type[SSMax]] = {scale.name: scale for scale in (SSMax, ResidualSSMax)}

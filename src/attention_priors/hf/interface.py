@@ -161,8 +161,9 @@ def attention_forward(
             module, query, key, value, mask, dropout=dropout, scaling=scaling, is_causal=is_causal, **kwargs
         )
     if isinstance(attention_mask, KeysMask):
-        _check_packing(module, attention_mask, kwargs.get("position_ids"))
         keys = attention_mask.keys
+        if keys.num_queries > 1:
+            _check_packing(module, attention_mask, kwargs.get("position_ids"))
     elif (keys := getattr(attention_mask, "_keys", None)) is None:
         past = getattr(bias, PAST, None)
         keys = _keys_of_matrix(module, prior, attention_mask, is_causal, query, key, past)
@@ -245,7 +246,7 @@ def _check_packing(module: nn.Module, mask: KeysMask, position_ids: Tensor | Non
 
     With a cache, transformers makes a plain causal mask for packed sequences.
     """
-    if position_ids is None or torch.compiler.is_compiling() or mask.shape[2] == 1 or "packing" in mask.notes:
+    if position_ids is None or torch.compiler.is_compiling() or "packing" in mask.notes:
         return
     mask.notes["packing"] = "checked"
     if mask.is_dense or mask.keys.documents is not None or mask.arguments.get("attention_mask") is not None:

@@ -98,7 +98,8 @@ class Keys:
 
     def trim(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Return the keys and values without the empty slots of a static cache."""
-        return key[:, :, : self.in_use], value[:, :, : self.in_use]
+        number = self.in_use
+        return (key, value) if number == self.num_keys else (key[:, :, :number], value[:, :, :number])
 
     def options(self, prior: Prior | None) -> dict[str, Any]:
         """Return the arguments of :func:`attend` for trimmed keys; None for values that :func:`attend` computes itself.

@@ -20,7 +20,7 @@ from attention_priors.attention.tables import consecutive_table, table_of_keys, 
 from attention_priors.attention.tiles.arithmetic import diagonals
 from attention_priors.attention.tiles.bias import far_rows
 from attention_priors.attention.tiles.block_problem import Content, Gradients, all_of, columns_together
-from attention_priors.attention.tiles.forward import is_one_on_cpu, logits_of_one, mean_of_one
+from attention_priors.attention.tiles.forward import attend_plain, is_one_on_cpu
 from attention_priors.attention.tiles.one_tile import gradients, logits_of, stacked
 from attention_priors.precision import compute_dtype_of, without_autocast
 from attention_priors.priors import Prior
@@ -87,10 +87,8 @@ def _attend_one(problem: Problem, plan: Plan) -> tuple[Tensor, None] | None:
         scale = scale.unsqueeze(-1)
         query = query * scale
         bias = bias * scale if bias is not None and problem.scales_prior else bias
-    logits = logits_of_one(query, problem.key, bias, problem.softmax_scale)
-    if bias is not None and far_rows(logits.amax(-1)) is not None:
-        return None
-    return mean_of_one(logits.softmax(-1), problem.value), None
+    out, lse = attend_plain(query, problem.key, problem.value, bias, None, problem.softmax_scale)
+    return None if bias is not None and far_rows(lse) is not None else (out, None)
 
 
 # ---- a short context

@@ -35,6 +35,9 @@ KEYS_IN_MEMORY = 512
 PAIRS = 2**26
 """Query-key pairs, over all heads and rows of the batch, from which separate threads pay off. (PyTorch's own threads
 spin for some milliseconds, and occupy a core meanwhile.)"""
+SMALL = 3 * 2**17
+"""Multiplications for the logits of one query, over all heads and rows of the batch, up to which PyTorch's kernel is
+faster than two products. It takes one call, but reads a key again for each query head."""
 BIAS_NUMBERS = 2**20
 """Largest bias in memory, in numbers: 4 MiB in float32."""
 FLASH_ON_CPU = torch._scaled_dot_product_flash_attention_for_cpu  # pyright: ignore[reportPrivateImportUsage]
@@ -222,10 +225,11 @@ def attend_plain(
     if not key.shape[2]:
         lse = query.new_full(query.shape[:-1], -math.inf, dtype=compute_dtype_of(query))
         return query.new_zeros(*query.shape[:-1], value.shape[-1]), lse
-    if rows == 1 and is_one_on_cpu(query):
+    is_small = query.numel() * key.shape[2] <= SMALL and key.shape[-1] == value.shape[-1]
+    if is_one_on_cpu(query) and not is_small:
         out, lse = _attend_one(query, key, value, bias, scale)
     elif query.device.type == "cpu":
-        bias = None if bias is None else bias.expand(-1, heads, rows, -1)
+        bias = None if bias is None else bias.expand(len(query), heads, rows, -1)
         out, lse = FLASH_ON_CPU(query, key, value, attn_mask=bias, scale=scale)
     else:
         key, value = (x.repeat_interleave(heads // x.shape[1], dim=1) for x in (key, value))
