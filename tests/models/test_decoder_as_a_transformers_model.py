@@ -194,32 +194,6 @@ def test_initial_parameters_match_the_config(name: str) -> None:
                 assert torch.equal(tensor, expected[parameter]), parameter
 
 
-def projections(model: PriorDecoderForCausalLM, layer: int) -> list[Tensor]:
-    """Return the query and the key projection of a layer, by head."""
-    names = (f"model.layers.{layer}.self_attn.{kind}_proj.weight" for kind in "qk")
-    return [model.get_parameter(name).unflatten(0, (-1, 8)) for name in names]
-
-
-@pytest.mark.parametrize("kv_heads", [1, 2, 4])
-def test_query_and_key_projections_may_start_equal(kv_heads: int, tmp_path: Path) -> None:
-    model = tiny_decoder(equal_query_key=True, num_attention_heads=4, num_key_value_heads=kv_heads)
-    for layer in range(2):
-        query, key = projections(model, layer)
-        by_key_head = query.view(kv_heads, -1, *key.shape[1:])
-        assert torch.equal(by_key_head, key.unsqueeze(1).expand_as(by_key_head))
-    # Loading does not repeat the start.
-    torch.nn.init.normal_(model.get_parameter("model.layers.0.self_attn.q_proj.weight"))
-    model.save_pretrained(tmp_path)
-    loaded = PriorDecoderForCausalLM.from_pretrained(tmp_path, dtype=torch.float64)
-    for name, parameter in model.named_parameters():
-        assert torch.equal(loaded.get_parameter(name), parameter), name
-
-
-def test_query_and_key_projections_start_apart_by_default() -> None:
-    query, key = projections(tiny_decoder(num_key_value_heads=4), 0)
-    assert not torch.isclose(query, key).any()
-
-
 def test_files_may_lack_a_parameter_of_a_prior(tmp_path: Path) -> None:
     """A missing parameter starts as the config says. The others are loaded."""
     model = tiny_decoder(torch.float32, prior={"name": "generalized_gaussian", "init": "laplace"})

@@ -23,7 +23,6 @@ from transformers import (
     GenerationMixin,
 )
 from transformers.cache_utils import Cache
-from transformers.initialization import copy_
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.utils.generic import can_return_tuple
@@ -71,10 +70,6 @@ class PriorDecoderConfig(PriorConfig):
         head_dim: width of a head. ``hidden_size / num_attention_heads`` by default.
         rms_norm_eps: epsilon of the norms.
         initializer_range: standard deviation of the initial weights.
-        equal_query_key: whether each head's query and key projections start equal. Content then starts as the
-            similarity of two states, so heads find repeated content from the start. Training changes both freely.
-            Source: Trockman and Kolter, "Mimetic Initialization of Self-Attention Layers" (2023), who start with
-            ``W_Q W_K^T ≈ I``.
         tie_word_embeddings: whether the output layer is the transpose of the embedding.
         prior: description of the log-prior. None for no prior.
         share_prior: whether all layers share one prior (T5). Otherwise each layer has its own (BAM).
@@ -106,7 +101,6 @@ class PriorDecoderConfig(PriorConfig):
     head_dim: int | None = None
     rms_norm_eps: float = 1e-6
     initializer_range: float = 0.02
-    equal_query_key: bool = False
     use_cache: bool = True
     tie_word_embeddings: bool = True
     bos_token_id: int | None = None
@@ -379,17 +373,6 @@ class PriorDecoderPreTrainedModel(PriorPreTrainedModel):
     _skip_keys_device_placement = ["cache", "shared_prior"]  # noqa: RUF012
     _can_compile_fullgraph = True
     _can_record_outputs = {"hidden_states": DecoderLayer, "attentions": DecoderAttention}  # noqa: RUF012
-
-    def initialize_weights(self) -> None:
-        """Initialize the weights that were not loaded."""
-        super().initialize_weights()
-        if self.config.equal_query_key:
-            for module in self.modules():
-                if isinstance(module, DecoderAttention):
-                    query, key = (x.weight.unflatten(0, (-1, module.head_dim)) for x in (module.q_proj, module.k_proj))
-                    # Query heads that share a key head start equal to it.
-                    alike = key.repeat_interleave(len(query) // len(key), dim=0).flatten(0, 1)
-                    copy_(module.q_proj.weight, alike)  # leaves loaded weights as they are
 
     @staticmethod
     def create_masks_for_generate(

@@ -351,8 +351,6 @@ class DecoderSizes(Strict):
     """Number of key and value heads; ``num_attention_heads`` by default."""
     initializer_range: float = Field(default=0.02, gt=0)
     """Standard deviation of the initial weights."""
-    equal_query_key: bool = False
-    """Whether each head's query and key projections start equal, so that heads find repeated content from the start."""
     tie_word_embeddings: bool = True
     """Whether the output layer is the transpose of the embedding."""
 
