@@ -99,7 +99,7 @@ class Keys:
     def trim(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Return the keys and values without the empty slots of a static cache."""
         number = self.in_use
-        return (key, value) if number == self.num_keys else (key[:, :, :number], value[:, :, :number])
+        return (key, value) if number == key.shape[2] else (key[:, :, :number], value[:, :, :number])
 
     def options(self, prior: Prior | None) -> dict[str, Any]:
         """Return the arguments of :func:`attend` for trimmed keys; None for values that :func:`attend` computes itself.
