@@ -57,7 +57,7 @@ class SSMax(Described, KeepsFloat32):
 
         Args:
             visible_keys: number of visible keys ``n``, integers ``(..., 1 or H, Lq)``. The scale of 0 keys is 0.
-            dtype: dtype of the result.
+            dtype: dtype of the computation and of the result, float32 or float64.
         """
         return self.s.to(dtype).unsqueeze(-1) * visible_keys.clamp(min=1).to(dtype).log()
 

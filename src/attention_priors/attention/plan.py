@@ -6,7 +6,6 @@ kinds of the prior's terms. Numbers that are too large for float32 depend on val
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import Literal, NamedTuple
 
 import torch
@@ -67,28 +66,13 @@ def make_plan(problem: Problem, backend: Backend, *, need_lse: bool) -> Plan:
         engine, why = "reference", "the batch is empty"
     # Positions with gaps may have one distance per pair.
     no_table = engine == "toeplitz" and problem.geometry.has_given_positions
-    no_table = no_table and _are_all(_structures(problem), Structure.FACTORED | Structure.OF_KEYS)
-    return Plan(engine, why, *_forms(_structures(problem), engine != "lanes" and not no_table))
-
-
-def _structures(problem: Problem) -> tuple[Structure, ...]:
-    return tuple([term.structure for term in problem.terms])
-
-
-@lru_cache
-def _forms(structures: tuple[Structure, ...], allows_table: bool) -> tuple[tuple[int, ...], ...]:
-    """Return the indices of the terms in the table, of the key alone, in lanes, and of a scaled distance."""
+    no_table = no_table and all(term.structure & (Structure.FACTORED | Structure.OF_KEYS) for term in problem.terms)
     places: tuple[list[int], ...] = [], [], [], []
-    for index, structure in enumerate(structures):
-        in_table = Structure.STATIONARY in structure and allows_table
-        kinds = (in_table, Structure.OF_KEYS in structure, Structure.FACTORED in structure, True)
+    for index, term in enumerate(problem.terms):
+        in_table = Structure.STATIONARY in term.structure and engine != "lanes" and not no_table
+        kinds = (in_table, Structure.OF_KEYS in term.structure, Structure.FACTORED in term.structure, True)
         places[kinds.index(True)].append(index)
-    return tuple(map(tuple, places))
-
-
-@lru_cache
-def _are_all(structures: tuple[Structure, ...], kind: Structure) -> bool:
-    return all(structure & kind for structure in structures)
+    return Plan(engine, why, *map(tuple, places))
 
 
 def why_not(problem: Problem, backend: Backend, *, need_lse: bool) -> str | None:
@@ -108,7 +92,7 @@ def why_not(problem: Problem, backend: Backend, *, need_lse: bool) -> str | None
     if backend == "lanes":
         reason = _why_not_lanes(problem, need_lse)
         return reason if reason is None else f"{reason}; use backend='toeplitz'"
-    scaled = [problem.terms[place].name for place in _forms(_structures(problem), True)[3]]
+    scaled = [term.name for term in problem.terms if Structure.SCALED_DISTANCE in term.structure]
     if backend == "toeplitz":
         return None if len(scaled) < 2 else f"it supports one network of a scaled distance, got {', '.join(scaled)}"
     if scaled:
@@ -123,7 +107,7 @@ def needs_autograd(problem: Problem) -> bool:
 
 
 def _why_not_lanes(problem: Problem, need_lse: bool) -> str | None:
-    if not _are_all(_structures(problem), Structure.FACTORED):
+    if not all(Structure.FACTORED in term.structure for term in problem.terms):
         return "not all of the prior is factored"
     if need_lse or problem.key_bias is not None or not problem.geometry.is_plain:
         return (
@@ -148,7 +132,7 @@ def _choose(problem: Problem, need_lse: bool) -> tuple[Backend, str]:
         return "lanes", "without a prior, one call of PyTorch's attention is enough"
     if FEW_QUERIES * problem.geometry.num_queries <= problem.geometry.num_keys:
         return "toeplitz", "with few queries, adding lanes to every key would be most of the work"
-    if _are_all(_structures(problem), Structure.STATIONARY):
+    if all(Structure.STATIONARY in term.structure for term in problem.terms):
         if problem.query.dtype in (torch.float16, torch.bfloat16):
             return "toeplitz", "lanes need float32, and a table allows products in half precision"
         if problem.tolerance > 0:

@@ -35,7 +35,7 @@ KEYS_IN_MEMORY = 512
 PAIRS = 2**26
 """Query-key pairs, over all heads and rows of the batch, from which separate threads pay off. (PyTorch's own threads
 spin for some milliseconds, and occupy a core meanwhile.)"""
-SMALL = 3 * 2**17
+SMALL_PRODUCT = 3 * 2**17
 """Multiplications for the logits of one query, over all heads and rows of the batch, up to which PyTorch's kernel is
 faster than two products. It takes one call, but reads a key again for each query head."""
 BIAS_NUMBERS = 2**20
@@ -225,7 +225,7 @@ def attend_plain(
     if not key.shape[2]:
         lse = query.new_full(query.shape[:-1], -math.inf, dtype=compute_dtype_of(query))
         return query.new_zeros(*query.shape[:-1], value.shape[-1]), lse
-    is_small = query.numel() * key.shape[2] <= SMALL and key.shape[-1] == value.shape[-1]
+    is_small = query.numel() * key.shape[2] <= SMALL_PRODUCT and key.shape[-1] == value.shape[-1]
     if is_one_on_cpu(query) and not is_small:
         out, lse = _attend_one(query, key, value, bias, scale)
     elif query.device.type == "cpu":
