@@ -230,7 +230,15 @@ MISTAKES: dict[str, tuple[dict[str, Any], list[str]]] = {
     ),
     "a length of needles that there are none of": (
         {"training.needle_minimum_length": 100},
-        ["training: needle_minimum_length and needle_answer_weight need needle_ratio, which is not set"],
+        ["training: needle_minimum_length, needle_answer_weight and needle_questions need needle_ratio, which is not"],
+    ),
+    "several questions about chains": (
+        {
+            "training.needle_ratio": 0.5,
+            "training.needle_tasks": ["niah_single_1", "variable_tracking"],
+            "training.needle_questions": 2,
+        },
+        ["training: needle_questions=2 needs needle tasks (niah_...), got ['variable_tracking']"],
     ),
     "a rate that is no number": ({"training.learning_rate": "fast"}, ["training.learning_rate:", "got 'fast'"]),
     "a rate that is nan": ({"training.learning_rate": float("nan")}, ["training.learning_rate:", "got nan"]),

@@ -97,6 +97,22 @@ def test_needles_may_have_another_weight(load):
     assert weights == {1.0, 3.0, 9.0}
 
 
+def test_needles_ask_as_many_questions_as_fit(load):
+    settings = {"training.needle_questions": 8, "training.needle_tasks": ["niah_multikey_1", "niah_multiquery"]}
+    materials = load(settings | {"training.context_length": 1900})
+    asked: dict[str, set[int]] = {"numbers": set(), "number": set()}
+    for row in _rows(materials, 40):
+        text = str(materials.tokenizer.decode(row["input_ids"][row["document_ids"] == 0]))
+        if "special magic" in text:
+            kind = "number" if "A special magic number is" in text else "numbers"
+            asked[kind].add(
+                text.count("mentioned in the provided text is" if kind == "number" else "provided text are")
+            )
+    assert asked["number"] == {8}
+    (several,) = asked["numbers"]
+    assert 1 < several < 8
+
+
 def test_variable_tracking_shares_rows_with_needles(load):
     materials = load({"training.needle_tasks": ["niah_single_2", "variable_tracking_2_hops"]})
     tracked = 0

@@ -1,5 +1,6 @@
 import json
 import pickle
+import re
 from pathlib import Path
 from random import Random
 from typing import Any, cast
@@ -235,6 +236,55 @@ def test_invalid_arguments_are_named(
     without_end = PreTrainedTokenizerFast(tokenizer_object=tokenizer.backend_tokenizer)
     with pytest.raises(ValueError, match="has no eos_token: expected one to end each text"):
         RulerTexts(without_end, "niah_single_1")
+
+
+@pytest.mark.parametrize("name", ["niah_multikey_1", "niah_multivalue", "niah_multikey_2"])
+def test_each_further_question_is_about_the_same_needles_and_its_answer_has_the_weight(
+    tokenizer: PreTrainedTokenizerFast,
+    documents: tuple[Document, ...],
+    essay: Haystack,
+    texts: dict[str, RulerTexts],
+    name: str,
+):
+    made = RulerTexts(tokenizer, name, essay, questions=4)
+    asked = []
+    for seed in range(8):
+        text, alone = made.text(60, seed), texts[name].text(60, seed)
+        assert torch.equal(text.prompt, alone.prompt)
+        assert torch.equal(text.answer, alone.answer[:-1])  # without the end-of-text token
+        assert len(text.answers) == 4
+        needles: dict[str, set[str]] = {}
+        for key, value in re.findall(
+            r"special magic numbers for (\S+) is: (\d+)\.", str(tokenizer.decode(text.prompt))
+        ):
+            needles.setdefault(key, set()).add(value)
+        ends = [0, *(end for _, end in text.answers)]
+        keys = []
+        for before, (start, end) in zip(ends, text.answers, strict=False):
+            question = str(tokenizer.decode(text.tokens[before:start]))
+            (key,) = re.findall(r" The special magic numbers? for (\S+) mentioned in the provided text \w+$", question)
+            answer = str(tokenizer.decode(text.tokens[start:end], skip_special_tokens=True))
+            assert set(re.findall(r"\d+", answer)) == needles[key]
+            keys.append(key)
+        asked.append(keys)
+        assert int(text.tokens[-1]) == tokenizer.eos_token_id
+        assert text.answers[-1][1] == text.tokens.numel()
+    most = NEEDLE_TASKS[name].num_keys
+    assert any(min(most, 2) <= len(set(keys)) <= max(1, most - 1) for keys in asked)  # keys repeat
+
+    share = RetrievalShare(made, 1.0, answer_weight=30)
+    length = made.shortest_text
+    rows = TrainingMixture(
+        token_stream(tokenizer, documents), context_length=length, num_rows=1, seed=0, retrieval=[share]
+    )
+    row = rows[0]
+    runs, counts = (row["loss_weights"] == 30).unique_consecutive(return_counts=True)
+    assert int(runs.sum()) == 4
+    assert all(count >= 8 for run, count in zip(runs, counts, strict=True) if run)
+    with pytest.raises(ValueError, match="questions must be 1 for 'variable_tracking', which is not a needle task"):
+        RulerTexts(tokenizer, "variable_tracking", questions=2)
+    with pytest.raises(ValueError, match="questions must be a positive integer, got 0"):
+        RulerTexts(tokenizer, name, essay, questions=0)
 
 
 def test_custom_settings_and_splitters_work(tokenizer: PreTrainedTokenizerFast, essay: Haystack):

@@ -112,7 +112,8 @@ class TrainingMixture(Dataset[dict[str, Tensor]]):
         size = text.tokens.numel()
         window, document_ids = self._draw_window(self._context_length - size, generator)
         row = packed_row(torch.cat([text.tokens, window]), torch.cat([torch.zeros_like(text.tokens), document_ids + 1]))
-        row["loss_weights"][text.answer_start : size] = share.answer_weight
+        for start, end in text.answers:
+            row["loss_weights"][start:end] = share.answer_weight
         return row
 
     def _draw_text(self, generator: torch.Generator) -> tuple[RetrievalShare, RetrievalText] | None:
@@ -164,15 +165,20 @@ def row_seed(seed: int, index: int) -> int:
 
 @dataclass(frozen=True)
 class RetrievalText:
-    """A prompt with a question about its content, and the answer.
+    """A prompt with a question about its content, and the answer. Further questions with answers may follow.
 
     Attributes:
-        tokens: Tokens of the prompt and of the answer, int64, shape ``(prompt + answer,)``.
-        answer_start: Index of the answer's first token, which is the number of prompt tokens.
+        tokens: Tokens of the prompt, of the answer, and of all further questions and answers, int64, shape ``(L,)``.
+        answers: Start and end of each answer, as indices into ``tokens``.
     """
 
     tokens: Tensor
-    answer_start: int
+    answers: tuple[tuple[int, int], ...]
+
+    @property
+    def answer_start(self) -> int:
+        """Index of the first answer's first token, which is the number of prompt tokens."""
+        return self.answers[0][0]
 
     @property
     def prompt(self) -> Tensor:
@@ -181,8 +187,8 @@ class RetrievalText:
 
     @property
     def answer(self) -> Tensor:
-        """Tokens of the answer."""
-        return self.tokens[self.answer_start :]
+        """Tokens of the first answer."""
+        return self.tokens[slice(*self.answers[0])]
 
 
 class RetrievalTexts(Protocol):

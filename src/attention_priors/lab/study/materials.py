@@ -188,7 +188,7 @@ class TextMaterials(Materials):
             "held_out_characters": sum(len(document.text) for document in corpus.held_out),
         }
         self.left_out = left_out(corpus.name, corpus.skipped)
-        self._ruler_texts: dict[str, RulerTexts] = {}
+        self._ruler_texts: dict[tuple[str, int], RulerTexts] = {}
         self._read: dict[str, Any] = {}
 
     @cached_property
@@ -230,15 +230,21 @@ class TextMaterials(Materials):
             )
         tasks, least = settings.needle_tasks or (), settings.needle_minimum_length
         for task in tasks:
-            if task not in self._ruler_texts:  # shared by all schemes, because creation is slow
-                self._ruler_texts[task] = RulerTexts(self.tokenizer, task, self._train_haystack)
-            texts = self._ruler_texts[task]
+            questions = settings.needle_questions
+            while (texts := self._ruler(task, questions)).shortest_text > settings.context_length and questions > 1:
+                questions -= 1
             yield RetrievalShare(
                 texts,
                 (settings.needle_ratio or 0.0) / len(tasks),
                 None if least is None else max(least, texts.shortest_text),
                 settings.needle_answer_weight or settings.passkey_answer_weight,
             )
+
+    def _ruler(self, task: str, questions: int) -> RulerTexts:
+        key = task, questions
+        if key not in self._ruler_texts:  # shared by all schemes, because creation is slow
+            self._ruler_texts[key] = RulerTexts(self.tokenizer, task, self._train_haystack, questions=questions)
+        return self._ruler_texts[key]
 
     def subject(self, scheme: str, model: PreTrainedModel) -> Subject:
         """Return the model with its tokenizer and the corpus that holds its test texts."""

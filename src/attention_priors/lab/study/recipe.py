@@ -18,6 +18,7 @@ from attention_priors.lab.study.runs import OwnFolders, Seeds, check_folders, ex
 from attention_priors.lab.study.sweep import BEFORE, EXTENSION_AXIS, SCHEME_AXIS, Sweep, expand, overlaid, varied
 from attention_priors.lab.tasks import RULER_TASKS, CopyMixture, EvaluationPlan
 from attention_priors.lab.tasks.plan import known_tasks
+from attention_priors.lab.tasks.ruler.needles import NEEDLE_TASKS
 from attention_priors.lab.train import (
     AttachSettings,
     DecoderSettings,
@@ -85,6 +86,9 @@ class MixtureSettings(TrainingSettings):
     needle_tasks: tuple[str, ...] | None = Field(default=None, min_length=1)
     """RULER's tasks of ``evaluate``, any of the needle tasks (``niah_...``) and of variable tracking
     (``variable_tracking...``)."""
+    needle_questions: int = Field(default=1, ge=1)
+    """Questions of a needle text, one after another, or fewer if the shortest text would not fit into a row. Each asks
+    for keys drawn anew, and its answer follows."""
     needle_minimum_length: int | None = Field(default=None, gt=0)
     """Smallest drawn length of a RULER text, including its answer. Each task's shortest length is the default and a
     lower limit."""
@@ -102,8 +106,14 @@ class MixtureSettings(TrainingSettings):
             raise ValueError(
                 f"needle_ratio and needle_tasks must be set together, got {self.needle_ratio} and {self.needle_tasks}"
             )
-        if self.needle_ratio is None and (self.needle_minimum_length or self.needle_answer_weight):
-            raise ValueError("needle_minimum_length and needle_answer_weight need needle_ratio, which is not set")
+        others = (self.needle_minimum_length, self.needle_answer_weight, self.needle_questions > 1)
+        if self.needle_ratio is None and any(others):
+            raise ValueError(
+                "needle_minimum_length, needle_answer_weight and needle_questions need needle_ratio, which is not set"
+            )
+        without = [task for task in self.needle_tasks or () if task not in NEEDLE_TASKS]
+        if self.needle_questions > 1 and without:
+            raise ValueError(f"needle_questions={self.needle_questions} needs needle tasks (niah_...), got {without}")
         if self.passkey_decoy_overlap is not None and not self.passkey_decoys:
             raise ValueError(
                 f"passkey_decoy_overlap={self.passkey_decoy_overlap} is a share of passkey_decoys, which is 0"

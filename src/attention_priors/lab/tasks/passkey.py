@@ -231,7 +231,7 @@ class PasskeyTexts:
         needle_start = self._instruction.numel() + before
         return PasskeySample(
             tokens=tokens,
-            answer_start=length,
+            answers=((length, tokens.numel()),),
             needle_start=needle_start,
             needle_end=needle_start + needle.numel(),
             question_start=length - question.numel(),

@@ -6,7 +6,7 @@ import bisect
 import itertools
 import uuid
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from importlib import resources
 from random import Random
@@ -37,6 +37,8 @@ class NeedleSettings(RulerSettings):
             this number is used as it is.
         num_values: Values, and needles, of each key.
         num_queries: Number of keys in the question.
+        num_questions: Questions of a training text, one after another. RULER asks one. Each other question draws its
+            keys anew, so keys repeat. Evaluation asks the first question alone.
 
     Raises:
         ValueError: a kind is unknown, a number is below 1, ``num_queries`` is above ``num_keys``, or an essay would
@@ -49,6 +51,7 @@ class NeedleSettings(RulerSettings):
     num_keys: int = 1
     num_values: int = 1
     num_queries: int = 1
+    num_questions: int = 1
 
     probe = "What is the special magic number for quick-fox? 1234567890"
     long_step = 25
@@ -57,7 +60,12 @@ class NeedleSettings(RulerSettings):
         check_choice("haystack", self.haystack, get_args(HaystackKind))
         check_choice("key_kind", self.key_kind, get_args(KeyKind))
         check_choice("value_kind", self.value_kind, get_args(ValueKind))
-        check_positive_integers(num_keys=self.num_keys, num_values=self.num_values, num_queries=self.num_queries)
+        check_positive_integers(
+            num_keys=self.num_keys,
+            num_values=self.num_values,
+            num_queries=self.num_queries,
+            num_questions=self.num_questions,
+        )
         if self.num_queries > self.num_keys:
             raise ValueError(f"num_queries must be at most num_keys, {self.num_keys}; it is {self.num_queries}")
         if self.haystack == "essay" and self.num_sentences > len(DEPTHS):
@@ -87,7 +95,11 @@ class NeedleSettings(RulerSettings):
         draws = draw(self, len(units), generators.python)
         if depth is not None:
             draws = at_depth(draws, len(units), depth)
-        return render(self, draws, units)
+        more = []
+        for _ in range(self.num_questions - 1):
+            again = render(self, replace(draws, queries=_draw_queries(self, generators.python)))
+            more.append((f".{again.answer_prefix}", again.answer))
+        return render(self, draws, units)._replace(more=tuple(more))
 
 
 NEEDLE_TASKS: dict[str, NeedleSettings] = {
@@ -183,8 +195,12 @@ def draw(settings: NeedleSettings, units: int, rng: Random) -> NeedleDraws:
         positions=tuple(positions),
         depths=tuple(depths),
         distractors=tuple(distractors),
-        queries=tuple(rng.sample(range(settings.num_keys), settings.num_queries)),
+        queries=_draw_queries(settings, rng),
     )
+
+
+def _draw_queries(settings: NeedleSettings, rng: Random) -> tuple[int, ...]:
+    return tuple(rng.sample(range(settings.num_keys), settings.num_queries))
 
 
 def at_depth(draws: NeedleDraws, units: int, depth: float) -> NeedleDraws:
@@ -196,9 +212,7 @@ def at_depth(draws: NeedleDraws, units: int, depth: float) -> NeedleDraws:
     ]
     placed.sort(key=lambda place: place[0])
     positions, depths, needles = zip(*placed, strict=True)
-    return NeedleDraws(
-        draws.keys, draws.values, tuple(needles), tuple(positions), tuple(depths), draws.distractors, draws.queries
-    )
+    return replace(draws, needles=tuple(needles), positions=tuple(positions), depths=tuple(depths))
 
 
 class CompoundWords(Sequence[str]):

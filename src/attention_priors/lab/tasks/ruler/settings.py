@@ -42,6 +42,8 @@ class Prompt(NamedTuple):
     """Depths in percent of the sentences that hold ``expected``, in the same order."""
     answer: str
     """Right continuation of ``text``, with a leading space."""
+    more: tuple[tuple[str, str], ...] = ()
+    """Further questions of a training text, which follow ``answer``, each with its answer."""
 
 
 class RulerSettings(ABC):

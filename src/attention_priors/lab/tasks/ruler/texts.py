@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
+from itertools import chain
 from random import Random
 from statistics import mean
 from typing import TYPE_CHECKING
 
 import torch
 
+from attention_priors.checks import check_positive_integers
 from attention_priors.lab.data.packing import RetrievalText
 from attention_priors.lab.data.tokenizer import TextEncoder
 from attention_priors.lab.tasks.ruler.haystack import Haystack, RegexSplitter, SentenceSplitter
+from attention_priors.lab.tasks.ruler.needles import NeedleSettings
 from attention_priors.lab.tasks.ruler.settings import NOISE, Generators, Prompt, RulerSettings
 from attention_priors.lab.tasks.ruler.task import MOST_REDRAWS, RULER_SEED, checked_task, write_example
 
@@ -32,7 +36,8 @@ class RulerTexts:
 
     A text is a prompt of :class:`RulerTask`, the answer, and an end-of-text token. The answer begins with a space. It
     lists several values in the way the question lists several keys, and variables with spaces between them, as RULER's
-    example does. Training texts differ from test prompts:
+    example does. With ``questions`` above 1, other questions about the same needles follow, each with its answer.
+    Training texts differ from test prompts:
 
     - **Length**. The length is that of the whole text; no tokens are reserved for other answers.
     - **Haystack**. The haystack is as large as the length allows for each text, instead of one size for all texts.
@@ -43,9 +48,11 @@ class RulerTexts:
         task: Key of `RULER_TASKS`, or custom settings.
         haystack: Text of an essay task, different from the test text. Other tasks ignore it.
         split_sentences: see :class:`RulerTask`.
+        questions: Number of questions. Each draws its keys anew, so keys repeat.
 
     Raises:
-        ValueError: ``task`` is not a known name, or an essay task has no ``haystack``. Or ``tokenizer`` has no
+        ValueError: ``task`` is not a known name, an essay task has no ``haystack``, or ``questions`` is below 1, or
+            above 1 for variable tracking. Or ``tokenizer`` has no
             end-of-text token, merges an answer with the words before it, or cannot fit the few-shot example into 500
             tokens.
     """
@@ -57,8 +64,14 @@ class RulerTexts:
         haystack: Haystack | None = None,
         *,
         split_sentences: SentenceSplitter | None = None,
+        questions: int = 1,
     ) -> None:
         self.settings = checked_task(task, haystack)
+        check_positive_integers(questions=questions)
+        if questions > 1:
+            if not isinstance(self.settings, NeedleSettings):
+                raise ValueError(f"questions must be 1 for {task!r}, which is not a needle task; it is {questions}")
+            self.settings = replace(self.settings, num_questions=questions)
         self.name = task if isinstance(task, str) else "custom"
         if not isinstance(tokenizer.eos_token_id, int):
             raise ValueError(f"tokenizer {tokenizer.name_or_path!r} has no eos_token: expected one to end each text")
@@ -115,13 +128,18 @@ class RulerTexts:
             start: Index of the haystack word at which an essay begins.
         """
         prompt = self._prompt(size, seed, start)
-        asked, whole = self._encode(prompt.text), self._encode(prompt.text + prompt.answer)
-        if whole[: len(asked)] != asked:
-            raise ValueError(
-                f"tokenizer {self._tokenizer_name!r} joins an answer to the words before it: expected separate tokens "
-                f"for {prompt.answer!r} after {prompt.answer_prefix!r}"
-            )
-        return RetrievalText(tokens=torch.tensor([*whole, self._end]), answer_start=len(asked))
+        text, tokens, answers = "", [], []
+        for question, answer in ((prompt.text, prompt.answer), *prompt.more):
+            asked, whole = self._encode(text + question), self._encode(text + question + answer)
+            if asked[: len(tokens)] != tokens or whole[: len(asked)] != asked:
+                raise ValueError(
+                    f"tokenizer {self._tokenizer_name!r} joins an answer to the words beside it: expected separate "
+                    f"tokens for {answer!r} after {prompt.answer_prefix!r}"
+                )
+            text, tokens = text + question + answer, whole
+            answers.append((len(asked), len(whole)))
+        answers[-1] = answers[-1][0], len(tokens) + 1  # the end-of-text token belongs to the last answer
+        return RetrievalText(torch.tensor([*tokens, self._end]), tuple(answers))
 
     @property
     def _places(self) -> int:
@@ -161,4 +179,4 @@ class RulerTexts:
 
     def _count(self, size: int, seed: int, start: int) -> int:
         prompt = self._prompt(size, seed, start)
-        return len(self._encode(prompt.text + prompt.answer)) + 1
+        return len(self._encode("".join([prompt.text, prompt.answer, *chain(*prompt.more)]))) + 1
