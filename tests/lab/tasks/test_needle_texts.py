@@ -251,7 +251,7 @@ def test_each_further_question_is_about_the_same_needles_and_its_answer_has_the_
     for seed in range(8):
         text, alone = made.text(60, seed), texts[name].text(60, seed)
         assert torch.equal(text.prompt, alone.prompt)
-        assert torch.equal(text.answer, alone.answer[:-1])  # without the end-of-text token
+        assert torch.equal(text.answer, alone.answer)  # with the end-of-text token
         assert len(text.answers) == 4
         needles: dict[str, set[str]] = {}
         for key, value in re.findall(
@@ -267,7 +267,7 @@ def test_each_further_question_is_about_the_same_needles_and_its_answer_has_the_
             assert set(re.findall(r"\d+", answer)) == needles[key]
             keys.append(key)
         asked.append(keys)
-        assert int(text.tokens[-1]) == tokenizer.eos_token_id
+        assert [int(text.tokens[end - 1]) for _, end in text.answers] == [tokenizer.eos_token_id] * 4
         assert text.answers[-1][1] == text.tokens.numel()
     most = NEEDLE_TASKS[name].num_keys
     assert any(min(most, 2) <= len(set(keys)) <= max(1, most - 1) for keys in asked)  # keys repeat

@@ -98,7 +98,7 @@ class NeedleSettings(RulerSettings):
         more = []
         for _ in range(self.num_questions - 1):
             again = render(self, replace(draws, queries=_draw_queries(self, generators.python)))
-            more.append((f".{again.answer_prefix}", again.answer))
+            more.append((again.answer_prefix, again.answer))
         return render(self, draws, units)._replace(more=tuple(more))
 
 

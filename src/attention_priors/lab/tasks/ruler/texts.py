@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from itertools import chain
 from random import Random
 from statistics import mean
 from typing import TYPE_CHECKING
@@ -36,7 +35,8 @@ class RulerTexts:
 
     A text is a prompt of :class:`RulerTask`, the answer, and an end-of-text token. The answer begins with a space. It
     lists several values in the way the question lists several keys, and variables with spaces between them, as RULER's
-    example does. With ``questions`` above 1, other questions about the same needles follow, each with its answer.
+    example does. With ``questions`` above 1, other questions about the same needles follow, each with its answer
+    and an end-of-text token.
     Training texts differ from test prompts:
 
     - **Length**. The length is that of the whole text; no tokens are reserved for other answers.
@@ -128,18 +128,18 @@ class RulerTexts:
             start: Index of the haystack word at which an essay begins.
         """
         prompt = self._prompt(size, seed, start)
-        text, tokens, answers = "", [], []
+        tokens, answers = [], []
         for question, answer in ((prompt.text, prompt.answer), *prompt.more):
-            asked, whole = self._encode(text + question), self._encode(text + question + answer)
-            if asked[: len(tokens)] != tokens or whole[: len(asked)] != asked:
+            asked, whole = self._encode(question), self._encode(question + answer)
+            if whole[: len(asked)] != asked:
                 raise ValueError(
-                    f"tokenizer {self._tokenizer_name!r} joins an answer to the words beside it: expected separate "
+                    f"tokenizer {self._tokenizer_name!r} joins an answer to the words before it: expected separate "
                     f"tokens for {answer!r} after {prompt.answer_prefix!r}"
                 )
-            text, tokens = text + question + answer, whole
-            answers.append((len(asked), len(whole)))
-        answers[-1] = answers[-1][0], len(tokens) + 1  # the end-of-text token belongs to the last answer
-        return RetrievalText(torch.tensor([*tokens, self._end]), tuple(answers))
+            start = len(tokens) + len(asked)
+            tokens += [*whole, self._end]
+            answers.append((start, len(tokens)))
+        return RetrievalText(torch.tensor(tokens), tuple(answers))
 
     @property
     def _places(self) -> int:
@@ -179,4 +179,5 @@ class RulerTexts:
 
     def _count(self, size: int, seed: int, start: int) -> int:
         prompt = self._prompt(size, seed, start)
-        return len(self._encode("".join([prompt.text, prompt.answer, *chain(*prompt.more)]))) + 1
+        asked = ((prompt.text, prompt.answer), *prompt.more)
+        return sum(len(self._encode(question + answer)) + 1 for question, answer in asked)
