@@ -70,7 +70,7 @@ class Geometry:
     @property
     def has_masks(self) -> bool:
         """Whether documents, padding or ``attn_mask`` may hide keys, besides the causal mask."""
-        return any(mask is not None for mask in (self.key_documents, self.key_padding_mask, self.attn_mask))
+        return self.key_documents is not None or self.key_padding_mask is not None or self.attn_mask is not None
 
     @property
     def is_plain(self) -> bool:

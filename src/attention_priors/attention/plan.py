@@ -38,9 +38,8 @@ class Plan(NamedTuple):
 
     def parts(self, problem: Problem) -> tuple[list[Prior], list[Prior], list[Prior], list[Prior]]:
         """Return the terms in the table, of the key alone, in lanes, and of a scaled distance."""
-        places = (self.table, self.keys, self.lanes, self.scaled)
-        table, keys, lanes, scaled = ([problem.terms[place] for place in part] for part in places)
-        return table, keys, lanes, scaled
+        term = problem.terms.__getitem__
+        return [*map(term, self.table)], [*map(term, self.keys)], [*map(term, self.lanes)], [*map(term, self.scaled)]
 
 
 def make_plan(problem: Problem, backend: Backend, *, need_lse: bool) -> Plan:
@@ -69,9 +68,12 @@ def make_plan(problem: Problem, backend: Backend, *, need_lse: bool) -> Plan:
     no_table = no_table and all(term.structure & (Structure.FACTORED | Structure.OF_KEYS) for term in problem.terms)
     places: tuple[list[int], ...] = [], [], [], []
     for index, term in enumerate(problem.terms):
-        in_table = Structure.STATIONARY in term.structure and engine != "lanes" and not no_table
-        kinds = (in_table, Structure.OF_KEYS in term.structure, Structure.FACTORED in term.structure, True)
-        places[kinds.index(True)].append(index)
+        if Structure.STATIONARY in term.structure and engine != "lanes" and not no_table:
+            places[0].append(index)
+        elif Structure.OF_KEYS in term.structure:
+            places[1].append(index)
+        else:
+            places[2 if Structure.FACTORED in term.structure else 3].append(index)
     return Plan(engine, why, *map(tuple, places))
 
 
@@ -92,12 +94,7 @@ def why_not(problem: Problem, backend: Backend, *, need_lse: bool) -> str | None
     if backend == "lanes":
         reason = _why_not_lanes(problem, need_lse)
         return reason if reason is None else f"{reason}; use backend='toeplitz'"
-    scaled = [term.name for term in problem.terms if Structure.SCALED_DISTANCE in term.structure]
-    if backend == "toeplitz":
-        return None if len(scaled) < 2 else f"it supports one network of a scaled distance, got {', '.join(scaled)}"
-    if scaled:
-        return f"it does not support the network of {scaled[0]}; use backend='toeplitz'"
-    return _why_not_flex(problem, need_lse)
+    return _why_not_toeplitz(problem) if backend == "toeplitz" else _why_not_flex(problem, need_lse)
 
 
 def needs_autograd(problem: Problem) -> bool:
@@ -117,6 +114,16 @@ def _why_not_lanes(problem: Problem, need_lse: bool) -> str | None:
     return None
 
 
+def _why_not_toeplitz(problem: Problem) -> str | None:
+    scaled = _scaled(problem)
+    return None if len(scaled) < 2 else f"it supports one network of a scaled distance, got {', '.join(scaled)}"
+
+
+def _scaled(problem: Problem) -> list[str]:
+    """Return the names of the terms of a scaled distance."""
+    return [term.name for term in problem.terms if Structure.SCALED_DISTANCE in term.structure]
+
+
 def _choose(problem: Problem, need_lse: bool) -> tuple[Backend, str]:
     if torch.compiler.is_exporting():
         return "reference", "an exported program runs without this package, and the dense formula needs only PyTorch"
@@ -126,7 +133,7 @@ def _choose(problem: Problem, need_lse: bool) -> tuple[Backend, str]:
         return "triton", "the fused kernels support the whole problem"
     reason = _why_not_lanes(problem, need_lse)
     if reason is not None:
-        no_tiles = why_not(problem, "toeplitz", need_lse=need_lse)
+        no_tiles = _why_not_toeplitz(problem)
         return ("toeplitz", reason) if no_tiles is None else ("blockwise", f"toeplitz cannot compute this: {no_tiles}")
     if not problem.terms:
         return "lanes", "without a prior, one call of PyTorch's attention is enough"
@@ -143,6 +150,8 @@ def _choose(problem: Problem, need_lse: bool) -> tuple[Backend, str]:
 def _why_not_flex(problem: Problem, need_lse: bool) -> str | None:
     """Return why FlexAttention would fail, or compute something else; None if it would not."""
     query = problem.query
+    if scaled := _scaled(problem):
+        return f"it does not support the network of {scaled[0]}; use backend='toeplitz'"
     if query.dtype == torch.float64:
         return "it computes in float32, but query is float64; use backend='toeplitz'"
     if problem.key_bias is not None and problem.geometry.has_given_positions:

@@ -311,7 +311,7 @@ def check_softmax_scale(softmax_scale: object) -> float:
         raise ValueError(f"softmax_scale must be a number, got {scale!r}; multiply query by a tensor scale instead")
     if getattr(scale, "shape", None) == ():
         scale = scale.item()
-    if not isinstance(scale, Real) or isinstance(scale, bool) or not 0 < float(scale) < float("inf"):
+    if not isinstance(scale, float | Real) or isinstance(scale, bool) or not 0 < float(scale) < float("inf"):
         raise ValueError(f"softmax_scale must be a positive finite number, got {softmax_scale!r}")
     return float(scale)
 

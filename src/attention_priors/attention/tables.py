@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
 from numbers import Number
+from operator import is_
 from types import NoneType
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -140,11 +141,16 @@ def _is_same(old: Any, new: Any) -> bool:
     if type(new) is not type(old):
         return False
     if isinstance(old, list | tuple):
-        return len(old) == len(new) and all(map(_is_same, old, new))
+        return len(old) == len(new) and _are_same(old, new)
     if isinstance(old, dict):
         # The order of entries may matter to the prior.
-        return len(old) == len(new) and all(map(_is_same, old, new)) and all(map(_is_same, old.values(), new.values()))
+        return len(old) == len(new) and _are_same(old, new) and _are_same(old.values(), new.values())
     return old == new
+
+
+def _are_same(old: Collection[Any], new: Collection[Any]) -> bool:
+    # Most entries are the very same objects, and this runs once per layer and token.
+    return all(map(is_, old, new)) or all(map(_is_same, old, new))
 
 
 @dataclass

@@ -94,7 +94,8 @@ class Keys:
     @property
     def in_use(self) -> int:
         """Number of keys without the empty slots of a static cache, if known, else ``num_keys``."""
-        return self.num_keys if self.end is None or not self.causal else min(self.num_keys, self.end)
+        end = self.end
+        return self.num_keys if end is None or not self.causal else min(self.num_keys, end)
 
     def trim(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Return the keys and values without the empty slots of a static cache."""
@@ -110,7 +111,8 @@ class Keys:
         number = self.in_use
         queries, keys = self.query_positions, self.key_positions
         if queries is None and self.documents is None:
-            shifted = any(isinstance(x, Tensor) or x for x in (self.start, self.key_offset))
+            start, first = self.start, self.key_offset
+            shifted = isinstance(start, Tensor) or isinstance(first, Tensor) or start or first
             if (self.end != number and (self.causal or prior is not None)) or (shifted and is_absolute(prior)):
                 queries, keys = self.positions, self.positions_of_keys
         return {

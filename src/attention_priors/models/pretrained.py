@@ -217,9 +217,12 @@ def beside(tensor: Tensor, *used: nn.Module | None) -> ExitStack:
     """
     stack = ExitStack()
     for root in used:
-        for module in () if root is None else root.modules():
-            if any(p is not None and p.device != tensor.device for p in module._parameters.values()):
-                stack.enter_context(_on_device(module, tensor.device))
+        # Most priors have no submodules, and this runs once per layer and token.
+        for module in () if root is None else root.modules() if root._modules else (root,):
+            for parameter in module._parameters.values():
+                if parameter is not None and parameter.device != tensor.device:
+                    stack.enter_context(_on_device(module, tensor.device))
+                    break
     return stack
 
 

@@ -79,7 +79,7 @@ def far_rows(lse: Tensor) -> Tensor | None:
     Rows that see no key do not count.
     """
     # Usually, the two extremes suffice.
-    low, high = (float(end) for end in lse.detach().aminmax())
+    low, high = map(float, lse.detach().aminmax())
     if low >= -NEAR and high <= NEAR:
         return None
     far = lse.isnan() if lse.dtype == torch.float64 else is_far(lse)
