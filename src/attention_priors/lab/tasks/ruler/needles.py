@@ -33,12 +33,12 @@ class NeedleSettings(RulerSettings):
             ``"needle"`` consists of other needles.
         key_kind: Kind of the keys. Either ``"words"``, an adjective and a noun, or ``"uuids"``.
         value_kind: ``"numbers"`` of seven digits, or ``"uuids"``.
-        num_keys: Number of keys with needles of their own. RULER raises its ``num_needle_k`` to the number of queries;
-            this number is used as it is.
+        num_keys: Number of keys with needles of their own. RULER raises its ``num_needle_k`` to the number of queries.
+            This number is used as it is.
         num_values: Values, and needles, of each key.
         num_queries: Number of keys in the question.
         num_questions: Questions of a training text, one after another. RULER asks one. Each other question draws its
-            keys anew, so keys repeat. Evaluation asks the first question alone.
+            keys anew, so keys repeat. Evaluation asks only the first question.
 
     Raises:
         ValueError: a kind is unknown, a number is below 1, ``num_queries`` is above ``num_keys``, or an essay would

@@ -36,8 +36,7 @@ class RulerTexts:
     A text is a prompt of :class:`RulerTask`, the answer, and an end-of-text token. The answer begins with a space. It
     lists several values in the way the question lists several keys, and variables with spaces between them, as RULER's
     example does. With ``questions`` above 1, other questions about the same needles follow, each with its answer
-    and an end-of-text token.
-    Training texts differ from test prompts:
+    and an end-of-text token. Training texts differ from test prompts:
 
     - **Length**. The length is that of the whole text; no tokens are reserved for other answers.
     - **Haystack**. The haystack is as large as the length allows for each text, instead of one size for all texts.
@@ -48,13 +47,13 @@ class RulerTexts:
         task: Key of `RULER_TASKS`, or custom settings.
         haystack: Text of an essay task, different from the test text. Other tasks ignore it.
         split_sentences: see :class:`RulerTask`.
-        questions: Number of questions. Each draws its keys anew, so keys repeat.
+        questions: Number of questions of a needle task. Each draws its keys anew, so keys repeat. 1 leaves the
+            ``num_questions`` of custom settings.
 
     Raises:
         ValueError: ``task`` is not a known name, an essay task has no ``haystack``, or ``questions`` is below 1, or
-            above 1 for variable tracking. Or ``tokenizer`` has no
-            end-of-text token, merges an answer with the words before it, or cannot fit the few-shot example into 500
-            tokens.
+            above 1 for variable tracking. Or ``tokenizer`` has no end-of-text token, merges an answer with the words
+            before it, or cannot fit the few-shot example into 500 tokens.
     """
 
     def __init__(
