@@ -17,6 +17,7 @@ from attention_priors.attention.problem import Options, Problem, make_problem
 from attention_priors.attention.pruning.bounds import KeyBounds
 from attention_priors.attention.reference import blockwise, reference
 from attention_priors.attention.tiles.backend import attend_in_blocks, tiles
+from attention_priors.attention.tiles.decoding import attend_again
 from attention_priors.encodings import ShawVectors
 from attention_priors.precision import is_in_autocast, without_autocast
 from attention_priors.priors import Prior
@@ -142,6 +143,31 @@ def attend(
     """
     if backend not in BACKENDS:
         raise ValueError(f"backend must be one of {', '.join(BACKENDS)}; got {backend!r}")
+    nothing_else = (
+        visible_keys
+        is query_positions
+        is key_positions
+        is document_ids
+        is key_padding_mask
+        is attn_mask
+        is relative
+        is key_bounds
+        is key_bias
+        is null_logit
+        is None
+    )
+    told = getattr(of_thread, "told", ())
+    if (
+        nothing_else
+        and causal is True
+        and dropout_p == tolerance == 0
+        and not return_lse
+        and backend == "auto"
+        and not told
+    ):
+        out = attend_again(query, key, value, prior, logit_scale, softmax_scale)
+        if out is not None:
+            return out
     query, key, value = as_autocast_has_it(query, key, value)
     problem = make_problem(
         query,
@@ -164,7 +190,7 @@ def attend(
         key_bias=key_bias,
         null_logit=null_logit,
     )
-    for see in getattr(of_thread, "told", ()):
+    for see in told:
         see(problem)
     out, lse = solve(problem, backend, need_lse=return_lse or problem.null_logit is not None)
     if problem.null_logit is not None:

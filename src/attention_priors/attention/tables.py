@@ -110,7 +110,9 @@ def _copy(value: Any) -> Any:
     if isinstance(value, UNCHANGING):
         return value
     if type(value) in (list, tuple, set, frozenset):
-        return type(value)(map(_copy, value))
+        copied = type(value)(map(_copy, value))
+        # A tuple of unchanging values is its own copy, and then comparisons end at its identity.
+        return value if type(value) is tuple and all(map(is_, copied, value)) else copied
     if type(value) is dict:
         return {_copy(key): _copy(entry) for key, entry in value.items()}
     if isinstance(value, Tensor) and not value.requires_grad:
@@ -182,6 +184,11 @@ class _Kept:
             and self.state.is_of(prior)
         )
 
+    def between(self, highest: int, lowest: int, dtype: torch.dtype) -> Tensor:
+        """Return the entries for ``highest, highest - 1, ..., lowest``."""
+        table, start = self.table if dtype == torch.float64 else self.rounded, self.highest - highest
+        return table[:, start : start + highest - lowest + 1]
+
 
 _kept: WeakKeyDictionary[Prior, _Kept] = WeakKeyDictionary()
 
@@ -209,6 +216,17 @@ def consecutive_table(
             part = _table(term, highest, lowest, device).to(dtype)
         total = part if total is None else total + part
     return total
+
+
+def cached_row(prior: Prior, number: int, device: torch.device, dtype: torch.dtype) -> Tensor | None:
+    """Return a prior at the distances ``number - 1, ..., 0`` if :func:`consecutive_table` has cached them, ``(H, N)``.
+
+    The result is None for any other prior, and for one that hides keys or is over a grid. The caller needs no gradient.
+    """
+    kept = _kept.get(prior)
+    if kept is None or prior.over_grid or type(prior).visible_at is not Prior.visible_at:
+        return None
+    return kept.between(number - 1, 0, dtype) if kept.serves(prior, number - 1, 0, device) else None
 
 
 def table_at(terms: Sequence[Prior], at: Tensor) -> Tensor | None:
@@ -302,9 +320,7 @@ def _kept_table(term: Prior, highest: int, lowest: int, device: torch.device, dt
         with torch.inference_mode(False), torch.no_grad():
             table = _table(term, top, bottom, device)
         kept = _kept[term] = _Kept(state, table, top, asked)
-    start = kept.highest - highest
-    table = kept.table if dtype == torch.float64 else kept.rounded
-    return table[:, start : start + highest - lowest + 1]
+    return kept.between(highest, lowest, dtype)
 
 
 def _length_from_0(geometry: Geometry, keys: Tensor) -> int | None:

@@ -170,9 +170,11 @@ def attach(
         _freeze(model, freeze_model, bool(dropped), state)
         for index, module in chosen.items():
             setattr(module, ATTRIBUTE, parts[index])
-            state.handles.append(module.register_forward_pre_hook(_check_in_use, with_kwargs=True))
         state.handles.append(model.register_forward_pre_hook(_check_length, with_kwargs=True))
         configs = take_own_configs(model)
+        # A hook on every layer would take longer. Most models have one config.
+        for module in {id(module.config): module for module in reversed(chosen.values())}.values():
+            state.handles.append(module.register_forward_pre_hook(_check_in_use))
         register()
         model.set_attn_implementation(IMPLEMENTATION)
         setattr(model.config, CONFIG_KEY, description)
@@ -407,15 +409,8 @@ def take_own_configs(model: nn.Module) -> list[tuple[nn.Module, PreTrainedConfig
     return before
 
 
-def _check_in_use(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Raise a RuntimeError if attention would ignore the attached prior; warn if it is frozen in training."""
-    part = getattr(module, ATTRIBUTE)
-    if not isinstance(part, AttachedPrior):
-        raise RuntimeError(
-            f"layer {cast(Any, module).layer_idx} has a {type(part).__name__} in place of its attached prior: remove "
-            f"{ATTRIBUTE!r} from PEFT's modules_to_save, call train_attached(model) to train the attached priors, and "
-            "save_adapter(model, folder) to save them"
-        )
+def _check_in_use(module: nn.Module, args: tuple[Any, ...]) -> None:
+    """Raise a RuntimeError if attention would ignore the attached priors."""
     implementation = cast(Any, module.config)._attn_implementation
     if implementation != IMPLEMENTATION:
         raise RuntimeError(
@@ -423,17 +418,6 @@ def _check_in_use(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
             f"{module.layer_idx}: call model.set_attn_implementation({IMPLEMENTATION!r}) to use the prior, or "
             "detach(model) to remove it"
         )
-    if module.training and torch.is_grad_enabled() and not torch.compiler.is_compiling():
-        part.is_saved = False
-        frozen = part.learns and not any(parameter.requires_grad for parameter in part.parameters())
-        inputs = (x for x in (*args, *kwargs.values(), *module.parameters()) if isinstance(x, Tensor))
-        if frozen and any(x.requires_grad for x in inputs):
-            warnings.warn(
-                "attached priors and logit scales are frozen while the model trains, as after peft.get_peft_model(): "
-                "call train_attached(model) after it, before creating the optimizer. If they should stay frozen, "
-                "ignore this warning",
-                stacklevel=2,
-            )
 
 
 # ---- attention modules

@@ -141,6 +141,8 @@ def attention_forward(
         Output ``(B, Lq, H, Dv)``, and the attention weights ``(B, H, Lq, Lk)`` with ``output_attentions``, else None.
     """
     attached: AttachedPrior | None = getattr(module, ATTRIBUTE, None)
+    if attached is not None:
+        _check_attached(module, attached, query)
     prior, scale = (None, None) if attached is None else (attached.prior, attached.logit_scale)
     wants_weights = _wants_weights(kwargs)
     sinks: Tensor | None = kwargs.pop("s_aux", None)
@@ -182,6 +184,26 @@ def attention_forward(
         else:
             out = attend(query, key, value, prior, **options)
     return out.transpose(1, 2).contiguous(), weights
+
+
+def _check_attached(module: nn.Module, attached: nn.Module, query: Tensor) -> None:
+    """Raise a RuntimeError if PEFT has replaced the attached prior; warn if the prior is frozen in training."""
+    if not isinstance(attached, AttachedPrior):
+        raise RuntimeError(
+            f"layer {module.layer_idx} has a {type(attached).__name__} in place of its attached prior: remove "
+            f"{ATTRIBUTE!r} from PEFT's modules_to_save, call train_attached(model) to train the attached priors, and "
+            "save_adapter(model, folder) to save them"
+        )
+    if module.training and torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        attached.is_saved = False
+        frozen = attached.learns and not any(parameter.requires_grad for parameter in attached.parameters())
+        if frozen and (query.requires_grad or any(parameter.requires_grad for parameter in module.parameters())):
+            warnings.warn(
+                "attached priors and logit scales are frozen while the model trains, as after peft.get_peft_model(): "
+                "call train_attached(model) after it, before creating the optimizer. If they should stay frozen, "
+                "ignore this warning",
+                stacklevel=2,
+            )
 
 
 def _wants_weights(options: dict[str, Any]) -> bool:

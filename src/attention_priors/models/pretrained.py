@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -209,21 +209,22 @@ def embedded(table: nn.Embedding, input_ids: Tensor | None, inputs_embeds: Tenso
     return hidden
 
 
-def beside(tensor: Tensor, *used: nn.Module | None) -> ExitStack:
+def beside(tensor: Tensor, *used: nn.Module | None) -> AbstractContextManager[Any]:
     """Return a context in which the parameters of ``used`` are on the device of ``tensor``.
 
     accelerate moves the parameters of modules that are called. The parameters of a prior are read without a call of
     ``forward``, and layers on several devices may share a prior. Gradients flow back to the original parameters.
     """
-    stack = ExitStack()
+    stack = None
     for root in used:
         # Most priors have no submodules, and this runs once per layer and token.
         for module in () if root is None else root.modules() if root._modules else (root,):
             for parameter in module._parameters.values():
                 if parameter is not None and parameter.device != tensor.device:
+                    stack = ExitStack() if stack is None else stack
                     stack.enter_context(_on_device(module, tensor.device))
                     break
-    return stack
+    return nullcontext() if stack is None else stack
 
 
 @contextmanager

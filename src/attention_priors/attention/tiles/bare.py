@@ -1,7 +1,7 @@
-"""A decoding step, and a short context in which only the causal mask or a window hides keys.
+"""A short context in which only the causal mask or a window hides keys.
 
-Both need two products, or one call of PyTorch's kernel, and little else. Tiles and table views make long contexts fast,
-but their setup takes longer than the whole computation here.
+It needs two products and a softmax. Tiles and table views make long contexts fast, but their setup takes longer than
+the whole computation here. The same is true of one query (:mod:`~attention_priors.attention.tiles.decoding`).
 """
 
 from __future__ import annotations
@@ -20,11 +20,12 @@ from attention_priors.attention.tables import consecutive_table, table_of_keys, 
 from attention_priors.attention.tiles.arithmetic import diagonals
 from attention_priors.attention.tiles.bias import far_rows
 from attention_priors.attention.tiles.block_problem import Content, Gradients, all_of, columns_together
-from attention_priors.attention.tiles.forward import attend_plain, is_one_on_cpu
+from attention_priors.attention.tiles.decoding import attend_one
+from attention_priors.attention.tiles.forward import is_one_on_cpu
 from attention_priors.attention.tiles.one_tile import gradients, logits_of, stacked
 from attention_priors.precision import compute_dtype_of, without_autocast
 from attention_priors.priors import Prior
-from attention_priors.priors.base import checked_lanes, checked_scaled_distance
+from attention_priors.priors.base import checked_scaled_distance
 
 SHORT_PAIRS = 2**17
 """Largest number of query-key pairs (362 tokens) for which two products and a softmax are faster than tiles."""
@@ -57,41 +58,8 @@ def attend_bare(problem: Problem, plan: Plan, *, need_lse: bool) -> tuple[Tensor
     hides = any(type(term).visible_at is not Prior.visible_at for term in problem.terms)
     if hides or need_lse or torch.is_grad_enabled() or not is_one_on_cpu(query):
         return None
-    return _attend_one(problem, plan)
-
-
-# ---- one query per text
-
-
-def _attend_one(problem: Problem, plan: Plan) -> tuple[Tensor, None] | None:
-    geometry = problem.geometry
-    query, scale, dtype, number = problem.query, problem.row_scale, problem.compute_dtype, geometry.num_keys
-    stationary, of_keys, factored, scaled = plan.parts(problem)
-    # The first key is the farthest, so the first entry belongs to it.
-    bias = consecutive_table(stationary, number - 1, 0, query.device, dtype)
-    growing = [problem.key_bias, consecutive_table(of_keys, 0, 1 - number, query.device)]
-    for term in factored:
-        phi, psi = checked_lanes(term, geometry.query_positions, geometry.key_positions, torch.float64)
-        growing.append((phi @ psi.unsqueeze(-3).mT).squeeze(-2))
-    for term in scaled:
-        apart = torch.arange(number - 1, -1, -1, device=query.device)
-        network = checked_scaled_distance(term, geometry.query_positions, apart)
-        growing.append(network.log_prior().movedim(0, 1).squeeze(-2))
-    for part in growing:
-        if part is not None:
-            # Subtract the last key's bias before rounding.
-            part = (part - part[..., -1:]).to(dtype)
-            bias = part if bias is None else bias + part
-    bias = None if bias is None else bias.unsqueeze(-2)
-    if scale is not None:
-        scale = scale.unsqueeze(-1)
-        query = query * scale
-        bias = bias * scale if bias is not None and problem.scales_prior else bias
-    out, lse = attend_plain(query, problem.key, problem.value, bias, None, problem.softmax_scale)
-    return None if bias is not None and far_rows(lse) is not None else (out, None)
-
-
-# ---- a short context
+    out = attend_one(problem, plan)
+    return None if out is None else (out, None)
 
 
 def _attend_short(problem: Problem, plan: Plan, need_lse: bool) -> tuple[Tensor, Tensor | None] | None:
@@ -116,8 +84,9 @@ def _attend_short(problem: Problem, plan: Plan, need_lse: bool) -> tuple[Tensor,
         # Subtract the best before rounding.
         best = key_bias.detach().amax(-1, keepdim=True)
         key_bias = key_bias - best
-    how = _How(problem.softmax_scale, problem.scales_prior, geometry.causal, need_lse, inside)
-    run = _ShortContext.apply if torch.is_grad_enabled() else _forward
+    learning = torch.is_grad_enabled()
+    how = _How(problem.softmax_scale, problem.scales_prior, geometry.causal, need_lse, learning, inside)
+    run = _ShortContext.apply if learning else _forward
     out, lse = run(query, problem.key, value, table, key_bias, scale, how)[:2]
     if far_rows(lse) is not None:
         return None
@@ -133,6 +102,8 @@ class _How(NamedTuple):
     scales_prior: bool
     causal: bool
     need_lse: bool
+    learning: bool
+    """Whether a backward pass may follow."""
     inside: Tensor | None
     """Which distances the prior lets a query see, boolean ``(N,)``; None for all."""
 
@@ -152,9 +123,11 @@ def _forward(
         Output, log-sum-exp (or each row's highest logit without ``need_lse``), weights, and the log-prior if a logit
         scale multiplies it.
     """
-    softmax_scale, scales_prior, causal, need_lse, inside = how
+    softmax_scale, scales_prior, causal, need_lse, learning, inside = how
     rows, number, dtype = query.shape[2], key.shape[2], compute_dtype_of(query)
-    apart = table is None or scales_prior
+    # A positive scale keeps a mask of -inf.
+    keeps_mask = not learning and row_scale is not None and bool((row_scale > 0).all())
+    apart = table is None or (scales_prior and not keeps_mask)
     if table is None:
         bias = query.new_zeros(1, dtype=dtype)
     else:
@@ -167,7 +140,10 @@ def _forward(
     log_prior = bias if scales_prior else None
     if row_scale is not None:
         query = Content(query, key, value, row_scale, softmax_scale).queries(all_of)
-        bias = bias * row_scale.unsqueeze(-1) if scales_prior else bias
+        if scales_prior:
+            factor = row_scale.unsqueeze(-1)
+            fits = table is not None and len(factor) in (1, len(bias))
+            bias = bias.mul_(factor) if fits and not learning else bias * factor
     if apart and (causal or inside is not None):
         # The logit scale must not multiply the mask.
         mask = query.new_zeros(1, number if causal else number + rows - 1, dtype=dtype)
@@ -209,7 +185,7 @@ class _ShortContext(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         query, key, value, table, key_bias, row_scale, out, lse, weights, log_prior = ctx.saved_tensors
-        softmax_scale, scales_prior, causal, need_lse, inside = ctx.how
+        softmax_scale, scales_prior, causal, need_lse, _, inside = ctx.how
         out_grad = torch.zeros_like(out) if grads[0] is None else grads[0]
         # The last four are parts of a network, which is in the table here.
         wanted = (*ctx.needs_input_grad[:6], *[False] * 4)
