@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 
 from attention_priors.hf import attach, export, export_onnx, export_program
 from attention_priors.models import PriorDecoderConfig, PriorDecoderForCausalLM
+from thoroughness import every_other_deep
 
 STEPS = 50
 SIZES: dict[str, Any] = {
@@ -113,7 +114,9 @@ def traced_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("traced_once")
-@pytest.mark.parametrize("name", [*SCHEMES, "attached Llama"])
+@pytest.mark.parametrize(
+    "name", every_other_deep([*SCHEMES, "attached Llama"], ["BAM+SSMax", "RoPE", "attached Llama"])
+)
 def test_reloaded_programs_and_onnx_runtime_generate_equal_tokens(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

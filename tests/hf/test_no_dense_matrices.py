@@ -11,8 +11,10 @@ from test_t5_through_buckets import make as t5
 from torch.profiler import ProfilerActivity, profile
 
 from attention_priors.hf import use_priors
+from thoroughness import every_other_deep
 
 LENGTH = 2048
+QUICK = ["bloom", "mpt", "t5", "umt5", "pop2piano"]
 MATRIX = 4 * LENGTH * LENGTH
 """Size of one head's matrix in bytes, in float32."""
 
@@ -25,7 +27,7 @@ def largest_allocation(run: Callable[[], Any]) -> int:
     return max(event.nbytes() for event in results.kineto_results.events() if event.name() == "[memory]")
 
 
-@pytest.mark.parametrize("name", ["bloom", "mpt", "t5", "umt5", "switch", "pop2piano"])
+@pytest.mark.parametrize("name", every_other_deep([*QUICK, "switch"], QUICK))
 def test_no_dense_matrix_is_allocated(name: str) -> None:
     if name in KINDS | RELATIVES:
         model = t5(name, **RELATIVE_CHANGES.get(name, {"num_layers": 1}))

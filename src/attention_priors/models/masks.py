@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from inspect import getclosurevars
 from typing import Any
 
@@ -85,14 +84,14 @@ class Keys:
     def _count(self, offset: int | Tensor, number: int) -> Tensor:
         return torch.arange(number, device=self.device).unsqueeze(0) + offset - self.start
 
-    @cached_property
+    @property
     def end(self) -> int | None:
         """Number of keys up to the last query's slot; None in compiled code with a static cache."""
         if isinstance(self.query_offset, Tensor) or isinstance(self.key_offset, Tensor):
             return None
         return self.query_offset + self.num_queries - self.key_offset
 
-    @cached_property
+    @property
     def in_use(self) -> int:
         """Number of keys without the empty slots of a static cache, if known, else ``num_keys``."""
         end = self.end

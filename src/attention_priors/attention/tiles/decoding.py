@@ -33,6 +33,8 @@ def attend_again(
     Returns:
         Output ``(B, H, 1, Dv)``. None for any other or invalid arguments, which :func:`attend` checks.
     """
+    if torch.compiler.is_compiling():
+        return None
     if not (
         type(query) is type(key) is type(value) is Tensor
         and query.dim() == key.dim() == 4
