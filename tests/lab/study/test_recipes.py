@@ -6,9 +6,11 @@ import pytest
 import torch
 import yaml
 from recipe_cases import RECIPE, changed, decoder_recipe
+from transformers import LlamaConfig
 
 from attention_priors.lab.strict_yaml import read_yaml
 from attention_priors.lab.study import Recipe, RecipeError
+from attention_priors.lab.train.recipe import check_model
 from attention_priors.models import PriorDecoderForCausalLM
 
 TRAINING_KEYS = "optimizer, learning_rate, betas, epsilon, weight_decay, gradient_clip, warmup_steps"
@@ -82,8 +84,18 @@ COMPARISONS = [RECIPES / "demo.yaml", *sorted((RECIPES / "results").glob("*.yaml
 
 
 @pytest.mark.parametrize("path", COMPARISONS, ids=lambda path: path.stem)
-def test_committed_recipes_build_models(path: Path):
+def test_committed_recipes_build_models(path: Path, tmp_path: Path):
     recipe = decoder_recipe(path)
+    if recipe.pretrained is not None:
+        # The config of SmolLM2-135M, but for sizes.
+        sizes: dict[str, Any] = {"hidden_size": 18, "intermediate_size": 8, "vocab_size": 100}
+        heads = {"num_hidden_layers": 30, "num_attention_heads": 9, "num_key_value_heads": 3}
+        LlamaConfig(**sizes, **heads, max_position_embeddings=8192).save_pretrained(tmp_path)
+        recipe = recipe.model_copy(update={"pretrained": str(tmp_path)})
+        for name in recipe.schemes:
+            model = check_model(recipe.start_of(name), length=recipe.training_of(name).context_length)
+            assert len(model.model.layers) == 30
+        return
     for name in recipe.schemes:
         config = recipe.config_of(name, vocab_size=100)
         with torch.device("meta"):
