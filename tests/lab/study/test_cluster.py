@@ -70,6 +70,7 @@ def _wait_for(condition: Callable[[], object]) -> None:
         time.sleep(0.01)
 
 
+@pytest.mark.deep
 def test_a_run_moves_when_its_machine_is_lost(cluster, finished, tiny, tmp_path, quiet, monkeypatch):
     steps: list[tuple[str, int]] = []
     show = _Display._show
