@@ -17,7 +17,7 @@ from attention_priors.attention.problem import Options, Problem, make_problem
 from attention_priors.attention.pruning.bounds import KeyBounds
 from attention_priors.attention.reference import blockwise, reference
 from attention_priors.attention.tiles.backend import attend_in_blocks, tiles
-from attention_priors.attention.tiles.decoding import attend_again
+from attention_priors.attention.tiles.decoding import attend_cached
 from attention_priors.encodings import ShawVectors
 from attention_priors.precision import is_in_autocast, without_autocast
 from attention_priors.priors import Prior
@@ -165,7 +165,7 @@ def attend(
         and backend == "auto"
         and not told
     ):
-        out = attend_again(query, key, value, prior, logit_scale, softmax_scale)
+        out = attend_cached(query, key, value, prior, logit_scale, softmax_scale)
         if out is not None:
             return out
     query, key, value = as_autocast_has_it(query, key, value)

@@ -125,9 +125,9 @@ def _forward(
     """
     softmax_scale, scales_prior, causal, need_lse, learning, inside = how
     rows, number, dtype = query.shape[2], key.shape[2], compute_dtype_of(query)
-    # A positive scale keeps a mask of -inf.
-    keeps_mask = not learning and row_scale is not None and bool((row_scale > 0).all())
-    apart = table is None or (scales_prior and not keeps_mask)
+    apart = table is None or scales_prior
+    if row_scale is not None and table is not None and scales_prior and not learning:
+        apart = not bool((row_scale > 0).all())  # a positive scale keeps a mask of -inf
     if table is None:
         bias = query.new_zeros(1, dtype=dtype)
     else:

@@ -1,7 +1,7 @@
 """One query per text, as in a decoding step.
 
 The whole computation takes as long as a hundred calls of Python. So a step whose log-prior is in the cache skips the
-checked problem and the plan (:func:`attend_again`).
+checked problem and the plan (:func:`attend_cached`).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from attention_priors.priors import Prior
 from attention_priors.priors.base import checked_lanes, checked_scaled_distance
 
 
-def attend_again(
+def attend_cached(
     query: Tensor,
     key: Tensor,
     value: Tensor,
