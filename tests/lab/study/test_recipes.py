@@ -89,8 +89,8 @@ def test_committed_recipes_build_models(path: Path, tmp_path: Path):
     if recipe.pretrained is not None:
         # The config of SmolLM2-135M, but for sizes.
         sizes: dict[str, Any] = {"hidden_size": 18, "intermediate_size": 8, "vocab_size": 100}
-        heads = {"num_hidden_layers": 30, "num_attention_heads": 9, "num_key_value_heads": 3}
-        LlamaConfig(**sizes, **heads, max_position_embeddings=8192).save_pretrained(tmp_path)
+        sizes |= {"num_hidden_layers": 30, "num_attention_heads": 9, "num_key_value_heads": 3}
+        LlamaConfig(**sizes, max_position_embeddings=8192).save_pretrained(tmp_path)
         recipe = recipe.model_copy(update={"pretrained": str(tmp_path)})
         for name in recipe.schemes:
             model = check_model(recipe.start_of(name), length=recipe.training_of(name).context_length)
