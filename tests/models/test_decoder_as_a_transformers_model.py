@@ -194,6 +194,27 @@ def test_initial_parameters_match_the_config(name: str) -> None:
                 assert torch.equal(tensor, expected[parameter]), parameter
 
 
+@pytest.mark.parametrize("kv_heads", [4, 2, 1])
+def test_equal_projections_make_alike_tokens_attend_to_each_other(kv_heads: int, tmp_path: Path) -> None:
+    """A key head starts as the first query head of its group, so that each token's own logit is the highest."""
+    config = tiny_config(equal_projections=True, num_key_value_heads=kv_heads)
+    width = config.hidden_size // 4
+    model = PriorDecoderForCausalLM(config)
+    for layer in model.model.layers:
+        query, key = (layer.get_parameter(f"self_attn.{name}.weight") for name in ("q_proj", "k_proj"))
+        heads = query.unflatten(0, (-1, width))
+        assert torch.equal(heads[:: 4 // kv_heads], key.unflatten(0, (-1, width)))
+        tokens_alike = torch.nn.functional.normalize(torch.randn(50, config.hidden_size), dim=-1)
+        first = (tokens_alike @ heads[0].T) @ (tokens_alike @ heads[0].T).T
+        assert float(first.diagonal().mean()) > 2 * float((first.sum() - first.trace()).abs() / (50 * 49))
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.get_parameter("self_attn.k_proj.weight").add_(1)
+    model.save_pretrained(tmp_path)
+    loaded = PriorDecoderForCausalLM.from_pretrained(tmp_path).state_dict()
+    assert all(torch.equal(loaded[name], tensor) for name, tensor in model.state_dict().items())
+
+
 def test_files_may_lack_a_parameter_of_a_prior(tmp_path: Path) -> None:
     """A missing parameter starts as the config says. The others are loaded."""
     model = tiny_decoder(torch.float32, prior={"name": "generalized_gaussian", "init": "laplace"})

@@ -194,6 +194,17 @@ def test_neighbours_init_peaks_at_previous_tokens():
     ]
 
 
+def test_phrases_init_has_neighbours_and_a_window_of_twenty_tokens():
+    near, phrases = GeneralizedGaussian(6, init="neighbours"), GeneralizedGaussian(6, init="phrases", keep_sign=True)
+    assert torch.allclose(phrases.beta, torch.tensor([-0.5, -0.5, -0.5, 1, 1, 2]))
+    assert torch.allclose(phrases.alpha[3:], torch.tensor([1.0, 1, 20]))
+    distance = torch.arange(100)
+    torch.testing.assert_close(phrases.log_prior_at(distance)[:5], near.log_prior_at(distance)[:5])
+    torch.testing.assert_close(
+        phrases.log_prior_at(distance)[5], -(((distance + EPSILON) / 20) ** 2), rtol=1e-4, atol=1e-5
+    )
+
+
 def test_sampled_init_is_standard_normal_and_seeded():
     torch.manual_seed(5)
     first = starts("sampled", 4000)
@@ -224,7 +235,7 @@ def test_uniform_init_gives_alpha_no_gradient_until_beta_moves():
 
 
 @pytest.mark.parametrize(
-    ("init", "heads"), [("laplace", 6), ("roles", 6), ("neighbours", 6), ("spread", 6), ("spread", 12)]
+    ("init", "heads"), [("laplace", 6), ("roles", 6), ("neighbours", 6), ("phrases", 6), ("spread", 6), ("spread", 12)]
 )
 def test_keep_sign_starts_at_the_same_shape(init: str, heads: int):
     free, kept = starts(init, heads), starts(init, heads, keep_sign=True)
@@ -239,7 +250,7 @@ def test_keep_sign_starts_at_the_same_shape(init: str, heads: int):
 
 
 @thorough
-@given(st.floats(-1e6, 1e6, width=32), st.sampled_from(["laplace", "spread", "roles", "neighbours"]))
+@given(st.floats(-1e6, 1e6, width=32), st.sampled_from(["laplace", "spread", "roles", "neighbours", "phrases"]))
 def test_keep_sign_keeps_the_sign_of_every_head_for_any_parameters(raw: float, init: str):
     prior = GeneralizedGaussian(6, init=init, keep_sign=True)
     before = torch.sign(prior.beta)
@@ -264,7 +275,9 @@ def test_keep_sign_enters_the_log_prior():
 
 @pytest.mark.parametrize("init", ["uniform", "linear", "sampled"])
 def test_keep_sign_needs_a_definite_sign(init: str):
-    with pytest.raises(ValueError, match=rf"keep_sign=True .*laplace, spread, roles, neighbours.*init='{init}'"):
+    with pytest.raises(
+        ValueError, match=rf"keep_sign=True .*laplace, spread, roles, neighbours, phrases.*init='{init}'"
+    ):
         GeneralizedGaussian(4, init=init, keep_sign=True)
 
 

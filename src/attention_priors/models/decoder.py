@@ -23,6 +23,7 @@ from transformers import (
     GenerationMixin,
 )
 from transformers.cache_utils import Cache
+from transformers.initialization import copy_
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.utils.generic import can_return_tuple
@@ -33,7 +34,7 @@ from attention_priors.attention import ForgetGate, NullKey, ShardedSequence, att
 from attention_priors.attention.attend import attend_with_weights
 from attention_priors.attention.forget_gate import key_bias_from_config, last_of_documents
 from attention_priors.attention.null_key import null_key_from_config
-from attention_priors.checks import check_positive_integers, check_share
+from attention_priors.checks import check_booleans, check_positive_integers, check_share
 from attention_priors.encodings import AdditiveEncoding, Encoding, Rotary, ShawVectors, encoding_from_config
 from attention_priors.models.layer_kinds import check_layer_kinds, kind_of_layer
 from attention_priors.models.masks import Keys, keys_of_call
@@ -70,6 +71,8 @@ class PriorDecoderConfig(PriorConfig):
         head_dim: width of a head. ``hidden_size / num_attention_heads`` by default.
         rms_norm_eps: epsilon of the norms.
         initializer_range: standard deviation of the initial weights.
+        equal_projections: whether the key projection of each head starts equal to its query projection. A token then
+            first attends to tokens like itself, from which a model learns sooner to look up one key among several.
         tie_word_embeddings: whether the output layer is the transpose of the embedding.
         prior: description of the log-prior. None for no prior.
         share_prior: whether all layers share one prior (T5). Otherwise each layer has its own (BAM).
@@ -101,6 +104,7 @@ class PriorDecoderConfig(PriorConfig):
     head_dim: int | None = None
     rms_norm_eps: float = 1e-6
     initializer_range: float = 0.02
+    equal_projections: bool = False
     use_cache: bool = True
     tie_word_embeddings: bool = True
     bos_token_id: int | None = None
@@ -136,6 +140,7 @@ class PriorDecoderConfig(PriorConfig):
             self.head_dim = self.hidden_size // self.num_attention_heads
         check_positive_integers(head_dim=self.head_dim)
         check_share(tolerance=self.tolerance)
+        check_booleans(equal_projections=self.equal_projections)
         check_layer_kinds(self.layer_pattern, self.layer_kinds, LAYER_PARTS)
         if self.share_prior and any("prior" in kind for kind in (self.layer_kinds or {}).values()):
             raise ValueError("share_prior=True, but layer_kinds describes further priors; remove one of them")
@@ -373,6 +378,15 @@ class PriorDecoderPreTrainedModel(PriorPreTrainedModel):
     _skip_keys_device_placement = ["cache", "shared_prior"]  # noqa: RUF012
     _can_compile_fullgraph = True
     _can_record_outputs = {"hidden_states": DecoderLayer, "attentions": DecoderAttention}  # noqa: RUF012
+
+    def initialize_weights(self) -> None:
+        """Initialize all weights that are not loaded, as transformers does, and equal projections."""
+        super().initialize_weights()
+        for module in self.modules() if self.config.equal_projections else ():
+            if isinstance(module, DecoderAttention):
+                heads = module.q_proj.weight.unflatten(0, (-1, module.head_dim))
+                group = len(module.q_proj.weight) // len(module.k_proj.weight)
+                copy_(module.k_proj.weight, heads[::group].flatten(0, 1))
 
     @staticmethod
     def create_masks_for_generate(

@@ -33,6 +33,10 @@ MINIMUM_SHAPE = 0.05
 """Smallest ``|β|`` of any head with ``keep_sign``."""
 
 
+PHRASE = 20
+"""Scale α of the phrase head of ``init="phrases"``, in tokens."""
+
+
 class GeneralizedGaussian(Prior):
     """BAM's prior: ``K(i, j) = -e^θα · ( |(j - i) - μ| + ε )^β``, ε = 1e-5, in nats.
 
@@ -66,6 +70,8 @@ class GeneralizedGaussian(Prior):
               from 1/2 to 1/16). Added by this library.
             - ``neighbours``: the first half of the heads retrieve, as in ``roles``. The others look at the first,
               second, third, ... token before the query (β = 1, θα = 0, μ = -1, -2, -3, ...). Added by this library.
+            - ``phrases``: as ``neighbours``, but the last head looks at the last phrase, a Gaussian over 20 tokens
+              (β = 2, α = 20). Fixed heads (``learn=False``) tell keys of several tokens apart. Added by this library.
             - ``sampled``: θα, β ~ N(0, 1).
             - A mapping such as ``{"theta_alpha": 0.0, "beta": [-0.5, 1.0], "mu": [0.0, -1.0]}``: one number for all
               heads, or one per head. Missing parameters are 0. θα stands in for α, which β = 0 leaves undefined.
@@ -78,8 +84,8 @@ class GeneralizedGaussian(Prior):
     name = "generalized_gaussian"
     structure = Structure.STATIONARY
     learnable = ("alpha", "beta", "mu")
-    inits = ("uniform", "laplace", "linear", "spread", "roles", "neighbours", "sampled")
-    signed_inits = ("laplace", "spread", "roles", "neighbours")
+    inits = ("uniform", "laplace", "linear", "spread", "roles", "neighbours", "phrases", "sampled")
+    signed_inits = ("laplace", "spread", "roles", "neighbours", "phrases")
     """Names of ``init`` that start every head with a definite sign of β."""
 
     def __init__(
@@ -132,7 +138,7 @@ class GeneralizedGaussian(Prior):
             return zero, torch.linspace(0, 1, heads, **options), zero
         if self.init == "spread":
             return zero, torch.linspace(-0.5, 1, heads, **options), zero
-        if self.init in ("roles", "neighbours"):
+        if self.init in ("roles", "neighbours", "phrases"):
             retrieval = heads // 2
             theta_alpha, mu = zero.clone(), zero.clone()
             beta = torch.ones(heads, **options)
@@ -141,6 +147,8 @@ class GeneralizedGaussian(Prior):
                 theta_alpha[retrieval:] = -math.log(2) * torch.linspace(1, 4, heads - retrieval, **options)
             else:
                 mu[retrieval:] = -torch.arange(1, heads - retrieval + 1, **options)
+            if self.init == "phrases":
+                theta_alpha[-1], beta[-1], mu[-1] = -2 * math.log(PHRASE), 2, 0
             return theta_alpha, beta, mu
         if self.init == "sampled":
             return torch.randn(heads, **options), torch.randn(heads, **options), zero

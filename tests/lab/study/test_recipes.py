@@ -242,7 +242,7 @@ MISTAKES: dict[str, tuple[dict[str, Any], list[str]]] = {
     ),
     "a length of needles that there are none of": (
         {"training.needle_minimum_length": 100},
-        ["training: needle_minimum_length, needle_answer_weight and needle_questions need needle_ratio, which is not"],
+        ["training: needle_minimum_length, needle_answer_weight, needle_questions and needle_restatements need needle"],
     ),
     "several questions about chains": (
         {
@@ -250,7 +250,11 @@ MISTAKES: dict[str, tuple[dict[str, Any], list[str]]] = {
             "training.needle_tasks": ["niah_single_1", "variable_tracking"],
             "training.needle_questions": 2,
         },
-        ["training: needle_questions=2 needs needle tasks (niah_...), got ['variable_tracking']"],
+        ["training: needle_questions and needle_restatements need needle tasks (niah_...), got ['variable_tracking']"],
+    ),
+    "restated needles that there are none of": (
+        {"training.needle_restatements": 3},
+        ["training: needle_minimum_length, needle_answer_weight, needle_questions and needle_restatements need needle"],
     ),
     "a rate that is no number": ({"training.learning_rate": "fast"}, ["training.learning_rate:", "got 'fast'"]),
     "a rate that is nan": ({"training.learning_rate": float("nan")}, ["training.learning_rate:", "got nan"]),

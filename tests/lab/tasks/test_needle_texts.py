@@ -1,6 +1,7 @@
 import json
 import pickle
 import re
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 from typing import Any, cast
@@ -246,7 +247,7 @@ def test_each_further_question_is_about_the_same_needles_and_its_answer_has_the_
     texts: dict[str, RulerTexts],
     name: str,
 ):
-    made = RulerTexts(tokenizer, name, essay, questions=4)
+    made = RulerTexts(tokenizer, replace(NEEDLE_TASKS[name], num_questions=4), essay)
     asked = []
     for seed in range(8):
         text, alone = made.text(60, seed), texts[name].text(60, seed)
@@ -281,10 +282,29 @@ def test_each_further_question_is_about_the_same_needles_and_its_answer_has_the_
     runs, counts = (row["loss_weights"] == 30).unique_consecutive(return_counts=True)
     assert int(runs.sum()) == 4
     assert all(count >= 8 for run, count in zip(runs, counts, strict=True) if run)
-    with pytest.raises(ValueError, match="questions must be 1 for 'variable_tracking', which is not a needle task"):
-        RulerTexts(tokenizer, "variable_tracking", questions=2)
-    with pytest.raises(ValueError, match="questions must be a positive integer, got 0"):
-        RulerTexts(tokenizer, name, essay, questions=0)
+
+
+@pytest.mark.parametrize("name", ["niah_multikey_1", "niah_multivalue", "niah_multikey_2"])
+def test_needles_are_stated_again_after_all_questions(
+    tokenizer: PreTrainedTokenizerFast, essay: Haystack, texts: dict[str, RulerTexts], name: str
+):
+    asking = RulerTexts(tokenizer, replace(NEEDLE_TASKS[name], num_questions=2), essay)
+    made = RulerTexts(tokenizer, replace(NEEDLE_TASKS[name], num_questions=2, num_restatements=3), essay)
+    restated = set()
+    for seed in range(8):
+        text, asked = made.text(60, seed), asking.text(60, seed)
+        before = asked.tokens.numel()
+        assert torch.equal(text.tokens[:before], asked.tokens)
+        assert text.answers[:2] == asked.answers
+        needles = re.findall(r"One of the special magic numbers for \S+ is: \d+\.", str(tokenizer.decode(text.prompt)))
+        for start, end in text.answers[2:]:
+            needle = str(tokenizer.decode(text.tokens[before:end]))
+            assert needle.removeprefix("\n").removesuffix(END_OF_TEXT) in needles
+            assert re.fullmatch(r" \d+\." + re.escape(END_OF_TEXT), str(tokenizer.decode(text.tokens[start:end])))
+            restated.add((seed, needle))
+            before = end
+        assert before == text.tokens.numel()
+    assert len(restated) > 8 or NEEDLE_TASKS[name].num_sentences == 1
 
 
 def test_custom_settings_and_splitters_work(tokenizer: PreTrainedTokenizerFast, essay: Haystack):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,16 +28,19 @@ from attention_priors.lab.evaluate import check_plan
 from attention_priors.lab.strict_yaml import RecipeError, errors_at
 from attention_priors.lab.study.recipe import MixtureSettings, Recipe
 from attention_priors.lab.tasks import (
+    RULER_TASKS,
     CopyMixture,
     CopyMixtureRows,
     EvaluationPlan,
     Haystack,
+    NeedleSettings,
     PasskeyTexts,
     RulerTexts,
     Subject,
 )
 from attention_priors.lab.tasks.copying import HELD_OUT_SEED
 from attention_priors.lab.tasks.passkey import ANSWER_LENGTH
+from attention_priors.lab.tasks.ruler.settings import RulerSettings
 from attention_priors.lab.train.recipe import MODEL, check_model, files_fingerprint
 from attention_priors.models.decoder import PriorDecoderForCausalLM
 
@@ -188,7 +192,7 @@ class TextMaterials(Materials):
             "held_out_characters": sum(len(document.text) for document in corpus.held_out),
         }
         self.left_out = left_out(corpus.name, corpus.skipped)
-        self._ruler_texts: dict[tuple[str, int], RulerTexts] = {}
+        self._ruler_texts: dict[RulerSettings, RulerTexts] = {}
         self._read: dict[str, Any] = {}
 
     @cached_property
@@ -230,8 +234,10 @@ class TextMaterials(Materials):
             )
         tasks, least = settings.needle_tasks or (), settings.needle_minimum_length
         for task in tasks:
-            questions = settings.needle_questions
-            while (texts := self._ruler(task, questions)).shortest_text > settings.context_length and questions > 1:
+            questions, restatements = settings.needle_questions, settings.needle_restatements
+            while (
+                texts := self._ruler(task, questions, restatements)
+            ).shortest_text > settings.context_length and questions > 1:
                 questions -= 1
             yield RetrievalShare(
                 texts,
@@ -240,11 +246,13 @@ class TextMaterials(Materials):
                 settings.needle_answer_weight or settings.passkey_answer_weight,
             )
 
-    def _ruler(self, task: str, questions: int) -> RulerTexts:
-        key = task, questions
-        if key not in self._ruler_texts:  # shared by all schemes, because creation is slow
-            self._ruler_texts[key] = RulerTexts(self.tokenizer, task, self._train_haystack, questions=questions)
-        return self._ruler_texts[key]
+    def _ruler(self, task: str, questions: int, restatements: int) -> RulerTexts:
+        settings = RULER_TASKS[task]
+        if isinstance(settings, NeedleSettings):
+            settings = replace(settings, num_questions=questions, num_restatements=restatements)
+        if settings not in self._ruler_texts:  # shared by all schemes, because creation is slow
+            self._ruler_texts[settings] = RulerTexts(self.tokenizer, settings, self._train_haystack)
+        return self._ruler_texts[settings]
 
     def subject(self, scheme: str, model: PreTrainedModel) -> Subject:
         """Return the model with its tokenizer and the corpus that holds its test texts."""

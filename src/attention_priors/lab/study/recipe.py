@@ -89,6 +89,8 @@ class MixtureSettings(TrainingSettings):
     needle_questions: int = Field(default=1, ge=1)
     """Questions of a needle text, one after another, or fewer if the shortest text would not fit into a row. Each asks
     for keys drawn anew, and its answer follows."""
+    needle_restatements: int = Field(default=0, ge=0)
+    """Needles that a needle text states again after its questions, each drawn anew. Their values count as answers."""
     needle_minimum_length: int | None = Field(default=None, gt=0)
     """Smallest drawn length of a RULER text, including its answer. Each task's shortest length is the default and a
     lower limit."""
@@ -106,14 +108,15 @@ class MixtureSettings(TrainingSettings):
             raise ValueError(
                 f"needle_ratio and needle_tasks must be set together, got {self.needle_ratio} and {self.needle_tasks}"
             )
-        others = (self.needle_minimum_length, self.needle_answer_weight, self.needle_questions > 1)
-        if self.needle_ratio is None and any(others):
+        extra = self.needle_questions > 1 or self.needle_restatements
+        if self.needle_ratio is None and (self.needle_minimum_length or self.needle_answer_weight or extra):
             raise ValueError(
-                "needle_minimum_length, needle_answer_weight and needle_questions need needle_ratio, which is not set"
+                "needle_minimum_length, needle_answer_weight, needle_questions and needle_restatements need "
+                "needle_ratio, which is not set"
             )
         without = [task for task in self.needle_tasks or () if task not in NEEDLE_TASKS]
-        if self.needle_questions > 1 and without:
-            raise ValueError(f"needle_questions={self.needle_questions} needs needle tasks (niah_...), got {without}")
+        if extra and without:
+            raise ValueError(f"needle_questions and needle_restatements need needle tasks (niah_...), got {without}")
         if self.passkey_decoy_overlap is not None and not self.passkey_decoys:
             raise ValueError(
                 f"passkey_decoy_overlap={self.passkey_decoy_overlap} is a share of passkey_decoys, which is 0"

@@ -351,6 +351,8 @@ class DecoderSizes(Strict):
     """Number of key and value heads; ``num_attention_heads`` by default."""
     initializer_range: float = Field(default=0.02, gt=0)
     """Standard deviation of the initial weights."""
+    equal_projections: bool = False
+    """Whether the key projection of each head starts equal to its query projection."""
     tie_word_embeddings: bool = True
     """Whether the output layer is the transpose of the embedding."""
 

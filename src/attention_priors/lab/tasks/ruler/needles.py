@@ -39,10 +39,12 @@ class NeedleSettings(RulerSettings):
         num_queries: Number of keys in the question.
         num_questions: Questions of a training text, one after another. RULER asks one. Each other question draws its
             keys anew, so keys repeat. Evaluation asks only the first question.
+        num_restatements: Needles that a training text states again after its questions. Each is drawn anew, and its
+            value counts as an answer. RULER has none, and evaluation leaves them out.
 
     Raises:
-        ValueError: a kind is unknown, a number is below 1, ``num_queries`` is above ``num_keys``, or an essay would
-            have more needles than RULER's 40 depths.
+        ValueError: a kind is unknown, a number is below 1 (``num_restatements`` below 0), ``num_queries`` is above
+            ``num_keys``, or an essay would have more needles than RULER's 40 depths.
     """
 
     haystack: HaystackKind
@@ -52,6 +54,7 @@ class NeedleSettings(RulerSettings):
     num_values: int = 1
     num_queries: int = 1
     num_questions: int = 1
+    num_restatements: int = 0
 
     probe = "What is the special magic number for quick-fox? 1234567890"
     long_step = 25
@@ -66,6 +69,8 @@ class NeedleSettings(RulerSettings):
             num_queries=self.num_queries,
             num_questions=self.num_questions,
         )
+        if self.num_restatements < 0:
+            raise ValueError(f"num_restatements must not be negative; it is {self.num_restatements}")
         if self.num_queries > self.num_keys:
             raise ValueError(f"num_queries must be at most num_keys, {self.num_keys}; it is {self.num_queries}")
         if self.haystack == "essay" and self.num_sentences > len(DEPTHS):
@@ -99,6 +104,10 @@ class NeedleSettings(RulerSettings):
         for _ in range(self.num_questions - 1):
             again = render(self, replace(draws, queries=_draw_queries(self, generators.python)))
             more.append((again.answer_prefix, again.answer))
+        for _ in range(self.num_restatements):
+            key, value = generators.python.choice(draws.needles)
+            beginning, end = _needle(self, draws.keys[key], draws.values[key][value])
+            more.append((f"\n{beginning}", end))
         return render(self, draws, units)._replace(more=tuple(more))
 
 
@@ -285,7 +294,7 @@ def _draw_one(kind: str, rng: Random) -> str:
 
 # ---- text
 
-_NEEDLE = "One of the special magic {kind} for {key} is: {value}."
+_NEEDLE = "One of the special magic {kind} for {key} is:", " {value}."
 
 # RULER derives the singular form from the plural by replacing words.
 _ONE = (
@@ -311,8 +320,8 @@ def render(settings: NeedleSettings, draws: NeedleDraws, haystack: Sequence[str]
         haystack: Sentences of the essay, or lines of noise. A haystack of needles comes from ``draws``.
     """
     if settings.haystack == "needle":
-        haystack = [_needle(settings, key, value) for key, value in draws.distractors]
-    needles = [_needle(settings, draws.keys[key], draws.values[key][value]) for key, value in draws.needles]
+        haystack = ["".join(_needle(settings, key, value)) for key, value in draws.distractors]
+    needles = ["".join(_needle(settings, draws.keys[key], draws.values[key][value])) for key, value in draws.needles]
     pieces = _between(haystack, draws.positions)
     if settings.haystack == "essay":
         # As in RULER, an empty piece still adds its space.
@@ -345,8 +354,10 @@ def _listed(items: Sequence[str]) -> str:
     return ", ".join(items[:-1]) + ", and " + items[-1] if len(items) > 1 else items[0]
 
 
-def _needle(settings: NeedleSettings, key: str, value: str) -> str:
-    return _NEEDLE.format(kind=settings.value_kind, key=key, value=value)
+def _needle(settings: NeedleSettings, key: str, value: str) -> tuple[str, str]:
+    """Return a needle up to its value, and the rest."""
+    beginning, end = _NEEDLE
+    return beginning.format(kind=settings.value_kind, key=key), end.format(value=value)
 
 
 def _between(units: Sequence[str], positions: Sequence[int]) -> list[Sequence[str]]:

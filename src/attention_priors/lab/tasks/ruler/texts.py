@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from random import Random
 from statistics import mean
 from typing import TYPE_CHECKING
 
 import torch
 
-from attention_priors.checks import check_positive_integers
 from attention_priors.lab.data.packing import RetrievalText
 from attention_priors.lab.data.tokenizer import TextEncoder
 from attention_priors.lab.tasks.ruler.haystack import Haystack, RegexSplitter, SentenceSplitter
-from attention_priors.lab.tasks.ruler.needles import NeedleSettings
 from attention_priors.lab.tasks.ruler.settings import NOISE, Generators, Prompt, RulerSettings
 from attention_priors.lab.tasks.ruler.task import MOST_REDRAWS, RULER_SEED, checked_task, write_example
 
@@ -35,8 +32,8 @@ class RulerTexts:
 
     A text is a prompt of :class:`RulerTask`, the answer, and an end-of-text token. The answer begins with a space. It
     lists several values in the way the question lists several keys, and variables with spaces between them, as RULER's
-    example does. With ``questions`` above 1, other questions about the same needles follow, each with its answer
-    and an end-of-text token. Training texts differ from test prompts:
+    example does. Further questions and restatements of needle settings follow, each with its answer and an end-of-text
+    token. Training texts differ from test prompts:
 
     - **Length**. The length is that of the whole text; no tokens are reserved for other answers.
     - **Haystack**. The haystack is as large as the length allows for each text, instead of one size for all texts.
@@ -47,13 +44,11 @@ class RulerTexts:
         task: Key of `RULER_TASKS`, or custom settings.
         haystack: Text of an essay task, different from the test text. Other tasks ignore it.
         split_sentences: see :class:`RulerTask`.
-        questions: Number of questions of a needle task. Each draws its keys anew, so keys repeat. 1 leaves the
-            ``num_questions`` of custom settings.
 
     Raises:
-        ValueError: ``task`` is not a known name, an essay task has no ``haystack``, or ``questions`` is below 1, or
-            above 1 for variable tracking. Or ``tokenizer`` has no end-of-text token, merges an answer with the words
-            before it, or cannot fit the few-shot example into 500 tokens.
+        ValueError: ``task`` is not a known name, or an essay task has no ``haystack``. Or ``tokenizer`` has no
+            end-of-text token, merges an answer with the words before it, or cannot fit the few-shot example into 500
+            tokens.
     """
 
     def __init__(
@@ -63,14 +58,8 @@ class RulerTexts:
         haystack: Haystack | None = None,
         *,
         split_sentences: SentenceSplitter | None = None,
-        questions: int = 1,
     ) -> None:
         self.settings = checked_task(task, haystack)
-        check_positive_integers(questions=questions)
-        if questions > 1:
-            if not isinstance(self.settings, NeedleSettings):
-                raise ValueError(f"questions must be 1 for {task!r}, which is not a needle task; it is {questions}")
-            self.settings = replace(self.settings, num_questions=questions)
         self.name = task if isinstance(task, str) else "custom"
         if not isinstance(tokenizer.eos_token_id, int):
             raise ValueError(f"tokenizer {tokenizer.name_or_path!r} has no eos_token: expected one to end each text")
