@@ -15,7 +15,7 @@ from thoroughness import every_other_deep
 
 @pytest.mark.parametrize("name", [*PRIORS, *OWN])
 def test_values_and_gradients_in_float32(name: str) -> None:
-    @examples(6, name)
+    @examples(4, name)
     @given(cases(name))
     def check(case: Case) -> None:
         exact = case.to(torch.float64)
@@ -35,7 +35,7 @@ def test_values_and_gradients_in_float32(name: str) -> None:
 def test_values_and_gradients_in_float64(name: str) -> None:
     """Float64 shows small mistakes that rounding would hide."""
 
-    @examples(4, name)
+    @examples(3, name)
     @given(cases(name, longest=60))
     def check(case: Case) -> None:
         case = case.to(torch.float64)
@@ -60,7 +60,7 @@ def test_results_without_log_sum_exp(name: str) -> None:
     equal.
     """
 
-    @examples(4, name)
+    @examples(3, name)
     @given(cases(name, longest=60, masks=False), st.booleans())
     def check(case: Case, plain: bool) -> None:
         if plain:

@@ -69,7 +69,7 @@ def one_query(draw: st.DrawFn, name: str, dtype: torch.dtype) -> Case:
 def test_one_query_matches_the_reference(name: str, dtype: torch.dtype) -> None:
     ways: list[bool] = []
 
-    @examples(12, name)
+    @examples(6, name)
     @given(one_query(name, dtype))
     @torch.no_grad()
     def check(case: Case) -> None:
@@ -196,7 +196,7 @@ def short_context(draw: st.DrawFn, name: str, dtype: torch.dtype) -> Case:
 def test_short_contexts_match_the_reference(name: str, dtype: torch.dtype) -> None:
     ways: list[bool] = []
 
-    @examples(8, name)
+    @examples(5, name)
     @given(short_context(name, dtype))
     def check(case: Case) -> None:
         exact = case.to(torch.float64)

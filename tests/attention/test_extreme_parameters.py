@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from attention_priors import GeneralizedGaussian, SSMax, Window, prior_from_config
-from thoroughness import every_other_deep
+from thoroughness import each_once, every_other_deep
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 EXTREMES = {
@@ -48,8 +48,7 @@ def extreme_case(dtype: torch.dtype, prior, seed: int, causal: bool) -> Case:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", PRIORS)
+@pytest.mark.parametrize(("name", "dtype"), each_once(PRIORS, DTYPES))
 def test_random_extremes_give_finite_results(name: str, dtype: torch.dtype) -> None:
     @examples(2, f"{name} {dtype}")
     @given(st.data(), st.integers(0, 999), st.booleans(), st.booleans(), st.booleans())
@@ -74,10 +73,9 @@ def test_random_extremes_give_finite_results(name: str, dtype: torch.dtype) -> N
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("theta_beta", every_other_deep([-8.0, -1.0, 0.0, 1e-4, 1.0, 8.0], [-8.0, 1e-4, 8.0]))
 @pytest.mark.parametrize("theta_alpha", every_other_deep([-80.0, 0.0, 20.0, 80.0], [-80.0, 20.0, 80.0]))
-@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize(("dtype", "causal"), each_once(DTYPES, [True, False]))
 def test_corners_of_the_generalized_gaussian_give_finite_results(
     dtype: torch.dtype, theta_beta: float, theta_alpha: float, causal: bool
 ) -> None:

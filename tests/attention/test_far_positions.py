@@ -33,6 +33,7 @@ from attention_priors import (
     attend,
     prior_from_config,
 )
+from thoroughness import each_once, every_other_deep
 
 pytestmark = pytest.mark.usefixtures("both_ways")
 
@@ -160,7 +161,7 @@ def far_priors(draw: st.DrawFn, name: str, heads: int, causal: bool, generator: 
     return prior
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("name", "both_ways"), each_once(NAMES, ["in tiles", "in one tile"]), indirect=["both_ways"])
 def test_log_priors_at_given_positions_are_exact(name: str) -> None:
     @examples(5, name)
     @given(st.data(), st.integers(0, 999), st.booleans())
@@ -196,7 +197,7 @@ def chosen_keys(exact: Tensor, number: int = 12) -> Tensor:
     return torch.cat([best, torch.tensor([0, 1, exact.shape[-1] - 1])]).unique()
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("name", "both_ways"), each_once(NAMES, ["in one tile", "in tiles"]), indirect=["both_ways"])
 def test_one_query_with_a_long_cache_is_exact(name: str) -> None:
     @examples(2, name)
     @given(st.data(), st.integers(0, 999), st.sampled_from([0.0, 0.3, -0.05]))
@@ -223,6 +224,7 @@ def test_one_query_with_a_long_cache_is_exact(name: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["generalized_gaussian", "spectral", "key_sink"])
+@pytest.mark.parametrize("both_ways", every_other_deep(["in one tile", "in tiles"], ["in one tile"]), indirect=True)
 def test_a_cache_of_a_million_keys_is_exact(name: str) -> None:
     generator = torch.Generator().manual_seed(0)
     prior: Prior = {
@@ -261,7 +263,7 @@ PREFILL: dict[str, tuple[Prior, float]] = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", PREFILL)
+@pytest.mark.parametrize(("name", "both_ways"), each_once(PREFILL, ["in tiles", "in one tile"]), indirect=["both_ways"])
 def test_prefill_is_exact(name: str) -> None:
     """Rows at the start, in the middle and at the end of one call. Linear parts are large at one end or the other."""
     prior, strength = PREFILL[name]

@@ -67,12 +67,21 @@ VARIANTS: dict[str, tuple[Callable[[], Prior | None], dict[str, Any]]] = {
     "table, lanes and slope": (lambda: gaussian() + KeySink(H, train_length=8, init="recency"), {}),
     "table and lanes": (lambda: gaussian() + KeySink(H, train_length=8), {}),
     "window": (lambda: gaussian() + Window(H, 5), {}),
+    "bidirectional window with padding": (
+        lambda: gaussian() + Window(H, 5),
+        {"causal": False, "key_padding_mask": PADDING},
+    ),
     "scaled": (gaussian, {"logit_scale": SSMax(H)}),
-    "content scaled": (gaussian, {"logit_scale": SSMax(H, include_prior=False)}),
     "documents": (gaussian, {"document_ids": DOCUMENTS, "logit_scale": SSMax(H)}),
     "interleaved documents": (gaussian, {"document_ids": INTERLEAVED, "logit_scale": SSMax(H)}),
     "padding": (gaussian, {"key_padding_mask": PADDING, "logit_scale": SSMax(H)}),
-    "mask": (gaussian, {"attn_mask": torch.arange(L) % 3 == torch.arange(L).unsqueeze(-1) % 4}),
+    "mask, content scaled": (
+        gaussian,
+        {
+            "attn_mask": torch.arange(L) % 3 == torch.arange(L).unsqueeze(-1) % 4,
+            "logit_scale": SSMax(H, include_prior=False),
+        },
+    ),
     "pruned": (lambda: Laplace(H, slopes=[4.0, 2.0, 1.0, 0.01], learn=True), {"tolerance": 0.05}),
     "pruned and scaled": (gaussian, {"tolerance": 0.3, "logit_scale": SSMax(H)}),
     "positions": (gaussian, {"query_positions": torch.arange(L), "key_positions": torch.arange(L)}),
@@ -83,15 +92,10 @@ IN_TILES = every_other_deep(["in one tile", "in tiles"], ["in tiles"])
 """Ways to compute the operator, for tests of transformations. To a transformation, the operator is one node in each."""
 
 DISTINCT = [
-    "no prior",
     "network, table and sink, scaled",
-    "bidirectional",
     "table, lanes and slope",
-    "window",
-    "content scaled",
-    "documents",
-    "padding",
-    "mask",
+    "bidirectional window with padding",
+    "mask, content scaled",
     "pruned and scaled",
     "positions",
 ]
@@ -143,6 +147,7 @@ def test_compiled_with_symbolic_sizes(prior: Prior | None, scaled: bool) -> None
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("both_ways", IN_TILES, indirect=True)
 def test_compiled_calls_refuse_positions_with_gaps() -> None:
     query, key, value = inputs()
     torch._dynamo.reset()
@@ -191,6 +196,7 @@ def test_results_have_the_declared_strides(name: str, monkeypatch: pytest.Monkey
 
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"document_ids": DOCUMENTS}, {"key_padding_mask": PADDING}])
+@pytest.mark.parametrize("both_ways", IN_TILES, indirect=True)
 def test_count_passes_opcheck(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[tuple[Any, ...]] = []
     count = operators._visible_keys
@@ -262,7 +268,7 @@ def test_per_example_gradients_of_parameters_match(name: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("both_ways", IN_TILES, indirect=True)
-@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize("name", every_other_deep(VARIANTS, DISTINCT))
 @pytest.mark.parametrize("in_dims", [(0, 0, 0), (1, None, None), (None, 2, 0)])
 def test_vmap_over_examples_matches_a_loop(name: str, in_dims: tuple[int | None, ...]) -> None:
     make, options = VARIANTS[name]

@@ -37,14 +37,14 @@ SIZES = st.sampled_from([2, 4, 8])
 def test_real_error_is_within_the_certificate_and_the_certificate_within_the_tolerance(name: str) -> None:
     dropped_blocks = 0
 
-    @examples(24, name)
+    @examples(12, name)
     @given(prunable_cases(name, TOLERANCES), SIZES)
     def check(case: Case, size: int) -> None:
         nonlocal dropped_blocks
         dropped_blocks += check_certificate(case, size)
 
     check()
-    assert dropped_blocks > 50, f"{dropped_blocks} dropped blocks test nothing"
+    assert dropped_blocks > 25, f"{dropped_blocks} dropped blocks test nothing"
 
 
 @pytest.mark.parametrize("kind", ["all 1", "one 0", "alternating", "of each head"])
@@ -109,7 +109,7 @@ def check_certificate(case: Case, size: int) -> int:
 
 @pytest.mark.parametrize("name", every_other_slow(PRIORS, ["laplace"]))
 def test_gradients_match_the_computed_pairs(name: str) -> None:
-    @examples(4, name)
+    @examples(3, name)
     @given(prunable_cases(name, st.sampled_from([1e-3, 0.05, 0.5])), SIZES)
     def check(case: Case, size: int) -> None:
         with torch.no_grad():
@@ -134,7 +134,7 @@ def _random(length: int, *heads: int, width: int = 16) -> list[torch.Tensor]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("scale", [None, True, False])
+@pytest.mark.parametrize("scale", every_other_deep([None, True, False], [True]))
 def test_default_block_size_matches_full_attention(scale: bool | None) -> None:
     """Many blocks of 256, heads of every reach and tiles along diagonals match full attention."""
     query, key, value = _random(3000, 4, 2, 2)
@@ -321,7 +321,7 @@ def test_the_certificate_holds_for_keys_cast_after_their_bounds(name: str, dtype
     """Far from the origin, a cast moves keys by as much as they differ."""
     dropped_blocks = 0
 
-    @examples(40, f"{name} {dtype}")
+    @examples(20, f"{name} {dtype}")
     @given(prunable_cases(name, TOLERANCES), SIZES, st.sampled_from([0.0, 50.0]))
     def check(case: Case, size: int, away: float) -> None:
         nonlocal dropped_blocks
@@ -349,7 +349,7 @@ def test_the_certificate_holds_for_keys_cast_after_their_bounds(name: str, dtype
         dropped_blocks += int((~seen[0].kept).sum())
 
     check()
-    assert name == "none" or dropped_blocks > 100, f"{dropped_blocks} dropped blocks test nothing"
+    assert name == "none" or dropped_blocks > 50, f"{dropped_blocks} dropped blocks test nothing"
 
 
 @pytest.mark.parametrize("causal", [True, False])

@@ -35,9 +35,7 @@ def test_tiles_pass_the_self_test(variant: Variant) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize(
-    "variant", every_other_deep(dict.fromkeys(VARIANTS), [v for v in VARIANTS if "pruned" not in v.parts]), ids=str
-)
+@pytest.mark.parametrize("variant", every_other_deep(VARIANTS, [VARIANTS[place] for place in (1, 3, 5, 8)]), ids=str)
 def test_kernels_pass_the_self_test(variant: Variant, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Cases of the self-test run and have their stated properties. On a device, they use its blocks."""
     monkeypatch.setenv("TRITON_INTERPRET", "1")

@@ -19,6 +19,8 @@ from transformers import (
 )
 from transformers.generation.utils import GENERATION_MODES_MAPPING
 
+from thoroughness import each_once, every_other_deep
+
 NEW, PROMPT = 6, 5
 every_family = pytest.mark.parametrize("family", FAMILIES)
 
@@ -75,8 +77,7 @@ def test_sampling_is_equal_with_and_without_cache(family: str) -> None:
     assert torch.equal(several[:, :PROMPT], ids.repeat_interleave(3, 0))
 
 
-@every_family
-@pytest.mark.parametrize("how", ["search", "sample"])
+@pytest.mark.parametrize(("family", "how"), each_once(FAMILIES, ["search", "sample"]))
 def test_beam_scores_are_mean_log_likelihoods(family: str, how: str) -> None:
     model, ids = decoder(family), tokens(2, PROMPT)
     search = generate if how == "search" else sample
@@ -98,9 +99,9 @@ def test_beam_scores_are_mean_log_likelihoods(family: str, how: str) -> None:
         assert (total.view(2, 2).amax(-1) >= gain.sum((1, 2)) - 1e-6).all()
 
 
-@every_family
 @pytest.mark.parametrize(
-    "helper", ["another model", "the model itself", "its first layer", "the prompt"], ids=lambda helper: helper
+    ("family", "helper"),
+    each_once(FAMILIES, ["another model", "the model itself", "its first layer", "the prompt"]),
 )
 def test_drafts_change_no_token(family: str, helper: str) -> None:
     model, ids = decoder(family), tokens(1, PROMPT)
@@ -165,8 +166,7 @@ def test_generation_without_a_prompt(start: dict[str, int]) -> None:
     assert torch.equal(generate(model, None, **start), generate(model, torch.tensor([[7]])))
 
 
-@every_family
-@pytest.mark.parametrize("given", ["all tokens", "new tokens"])
+@pytest.mark.parametrize(("family", "given"), each_once(FAMILIES, ["all tokens", "new tokens"]))
 def test_generation_continues_from_a_cache(family: str, given: str) -> None:
     """Generation stops, more tokens are appended, and generation continues from the cache."""
     model, ids, more = decoder(family), tokens(2, PROMPT), tokens(2, 3, 1)
@@ -183,7 +183,7 @@ def test_generation_continues_from_a_cache(family: str, given: str) -> None:
         assert torch.equal(found[:, -NEW:], expected[:, -NEW:])
 
 
-@every_family
+@pytest.mark.parametrize("family", every_other_deep(FAMILIES, ["ALiBi and SSMax", "GOAT", "FoX", "SWAN"]))
 def test_generation_continues_the_last_document(family: str) -> None:
     """Generated tokens continue the last document, with or without gaps before it."""
     model = decoder(family)
@@ -220,8 +220,7 @@ def test_documents_with_drafts_and_chunked_prefill() -> None:
 # ---- caches
 
 
-@every_family
-@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize(("family", "padded"), each_once(FAMILIES, [False, True]))
 def test_caches_change_no_token(family: str, padded: bool) -> None:
     model, ids = decoder(family), tokens(2, PROMPT)
     mask = torch.ones_like(ids)
@@ -264,7 +263,7 @@ def test_offloaded_cache_changes_no_token() -> None:
 
 def test_generate_compiles_the_model() -> None:
     """Accelerators compile with a static cache: one graph for each token, with padding."""
-    model, ids = decoder("GOAT", num_hidden_layers=1), tokens(2, PROMPT)
+    model, ids = decoder("BAM", num_hidden_layers=1), tokens(2, PROMPT)
     mask = torch.tensor([[0, 0, 1, 1, 1], [1] * 5])
     compilation: Any = CompileConfig(backend="aot_eager", fullgraph=True)
     compilation._compile_all_devices = True

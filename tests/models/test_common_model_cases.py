@@ -13,6 +13,7 @@ from transformers import DynamicCache
 
 from attention_priors.models import PriorDecoderConfig, PriorDecoderForCausalLM, PriorDecoderModel
 from attention_priors.priors import Prior
+from thoroughness import each_once
 
 LENGTH = 7
 every_family = pytest.mark.parametrize("family", FAMILIES)
@@ -269,8 +270,7 @@ def test_a_model_with_an_untied_head_is_saved_in_full(tmp_path: Path) -> None:
 # ---- saving, loading, initialisation
 
 
-@every_family
-@pytest.mark.parametrize("sharded", [True, False])
+@pytest.mark.parametrize(("family", "sharded"), each_once(FAMILIES, [True, False]))
 def test_all_state_is_saved_and_initialised(family: str, sharded: bool, tmp_path: Path) -> None:
     model = tiny_decoder(torch.float32, **FAMILIES[family])
     # All state is in parameters and persistent buffers.
@@ -371,8 +371,7 @@ def test_the_default_config_has_no_positions() -> None:
 # ---- dtypes
 
 
-@every_family
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("family", "dtype"), each_once(FAMILIES, [torch.bfloat16, torch.float16]))
 def test_half_precision_models_keep_float32_priors(family: str, dtype: torch.dtype, tmp_path: Path) -> None:
     model, ids = tiny_decoder(torch.float32, **FAMILIES[family]), tokens(2, LENGTH)
     model.save_pretrained(tmp_path)
@@ -412,8 +411,7 @@ def test_models_train_under_autocast(family: str) -> None:
 # ---- training
 
 
-@every_family
-@pytest.mark.parametrize("reentrant", [None, True, False])
+@pytest.mark.parametrize(("family", "reentrant"), each_once(FAMILIES, [None, True, False]))
 def test_gradient_checkpointing_keeps_gradients(family: str, reentrant: bool | None) -> None:
     """Gradients are equal. A cache that is requested by mistake is neither filled twice nor kept."""
     ids, grads = tokens(2, LENGTH), []

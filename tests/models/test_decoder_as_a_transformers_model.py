@@ -7,13 +7,14 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tiny_decoders import VARIANTS, logits_of, tiny_config, tiny_decoder, tokens
+from tiny_decoders import DISTINCT, VARIANTS, logits_of, tiny_config, tiny_decoder, tokens
 from torch import Tensor
 
 from attention_priors import alibi_slopes
 from attention_priors.attention.logit_scale import LOGIT_SCALES
 from attention_priors.models import PriorDecoderConfig, PriorDecoderForCausalLM, PriorDecoderModel
 from attention_priors.priors import Laplace
+from thoroughness import each_once, every_other_deep
 
 NEW = 6
 
@@ -37,7 +38,7 @@ def generated(model: PriorDecoderForCausalLM, ids: Tensor, **options: Any) -> Te
     return found
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", every_other_deep(VARIANTS, DISTINCT))
 def test_generate_matches_a_loop_without_cache(variant: str) -> None:
     # With narrow embeddings, positions alone would decide the next token.
     model, ids = tiny_decoder(**VARIANTS[variant], initializer_range=1.0), tokens(2, 5)
@@ -47,7 +48,7 @@ def test_generate_matches_a_loop_without_cache(variant: str) -> None:
     assert torch.equal(generated(model, ids, use_cache=False), expected)
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", every_other_deep(VARIANTS, DISTINCT))
 def test_left_padding_changes_no_generated_token(variant: str) -> None:
     model = tiny_decoder(**VARIANTS[variant])
     sequences = [tokens(1, length, seed) for seed, length in enumerate((6, 2, 4))]
@@ -70,8 +71,7 @@ def described(config: PriorDecoderConfig) -> dict[str, Any]:
     return {name: value for name, value in config.to_dict().items() if name != "_name_or_path"}
 
 
-@pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize(("variant", "tied"), each_once(VARIANTS, [True, False]))
 def test_saved_models_load_with_equal_logits(variant: str, tied: bool, tmp_path: Path) -> None:
     model, ids = tiny_decoder(torch.float32, **VARIANTS[variant], tie_word_embeddings=tied), tokens(2, 9)
     model.save_pretrained(tmp_path)

@@ -4,12 +4,13 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_decoders import VARIANTS, logits_of, tiny_decoder, tokens
+from tiny_decoders import DISTINCT, VARIANTS, logits_of, tiny_decoder, tokens
 from torch import Tensor
 from transformers import DynamicCache, StaticCache
 
 from attention_priors import attend
 from attention_priors.models import PriorDecoderConfig, PriorDecoderForCausalLM
+from thoroughness import each_once, every_other_deep
 
 LENGTH = 11
 
@@ -34,8 +35,7 @@ def in_chunks(model: PriorDecoderForCausalLM, ids: Tensor, chunks: list[int], ca
     return torch.cat(parts, 1)
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize("chunks", [[LENGTH], [4, 1, 3, 1, 1, 1], [1] * LENGTH])
+@pytest.mark.parametrize(("variant", "chunks"), each_once(VARIANTS, [[4, 1, 3, 1, 1, 1], [1] * LENGTH, [LENGTH]]))
 def test_chunks_over_a_cache_match_one_pass(variant: str, chunks: list[int]) -> None:
     model, ids = tiny_decoder(**VARIANTS[variant]), tokens(2, LENGTH)
     whole = logits_of(model, ids)
@@ -75,7 +75,7 @@ def test_a_static_cache_matches_one_pass(variant: str) -> None:
     assert_close(in_chunks(model, ids, [5, 1, 4, 1], cache), logits_of(model, ids))
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", every_other_deep(VARIANTS, DISTINCT))
 def test_packed_documents_match_separate_ones(variant: str) -> None:
     model = tiny_decoder(**VARIANTS[variant])
     lengths = [3, 6, 1, 4]
@@ -101,7 +101,7 @@ def test_interleaved_documents_match_separate_ones(variant: str) -> None:
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", every_other_deep(VARIANTS, DISTINCT))
 def test_padding_changes_no_logits(variant: str, side: str) -> None:
     model = tiny_decoder(**VARIANTS[variant])
     lengths = [LENGTH, 4, 7]

@@ -4,14 +4,15 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_decoders import VARIANTS, tiny_decoder, tokens
+from tiny_decoders import DISTINCT, VARIANTS, tiny_decoder, tokens
 
 from attention_priors.models import PriorDecoderForCausalLM
+from thoroughness import every_other_deep
 
-every_variant = pytest.mark.parametrize("variant", VARIANTS)
+distinct_variants = pytest.mark.parametrize("variant", every_other_deep(VARIANTS, DISTINCT))
 
 
-@every_variant
+@distinct_variants
 def test_gradient_checkpointing_gives_the_same_gradients(variant: str):
     ids = tokens(2, 9)
     grads = []
@@ -25,7 +26,7 @@ def test_gradient_checkpointing_gives_the_same_gradients(variant: str):
         torch.testing.assert_close(grads[1][name], expected, rtol=1e-6, atol=1e-9)
 
 
-@every_variant
+@pytest.mark.parametrize("variant", VARIANTS)
 def test_fixed_parameters_stay_fixed_after_loading(variant: str, tmp_path):
     model = tiny_decoder(torch.float32, **VARIANTS[variant])
     model.save_pretrained(tmp_path)
@@ -35,7 +36,7 @@ def test_fixed_parameters_stay_fixed_after_loading(variant: str, tmp_path):
 
 
 @pytest.mark.parametrize("padded", [False, True])
-@every_variant
+@distinct_variants
 def test_static_and_dynamic_caches_generate_equal_tokens(variant: str, padded: bool):
     model: Any = tiny_decoder(**VARIANTS[variant], initializer_range=1.0)
     ids = tokens(2, 5)

@@ -4,11 +4,12 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_decoders import FAMILIES, VARIANTS, logits_of, tiny_decoder, tokens
+from tiny_decoders import DISTINCT, FAMILIES, VARIANTS, logits_of, tiny_decoder, tokens
 from torch import Tensor
 from transformers import DataCollatorWithFlattening, DynamicCache, StaticCache
 
 from attention_priors.models import PriorDecoderForCausalLM
+from thoroughness import each_once, every_other_deep
 
 LENGTH = 9
 every_family = pytest.mark.parametrize("family", FAMILIES)
@@ -37,7 +38,13 @@ def test_default_positions_may_be_explicit(variant: str) -> None:
     assert torch.equal(logits_of(model, ids, position_ids=torch.arange(LENGTH)[None]), expected)
 
 
-@pytest.mark.parametrize("variant", [name for name, parts in VARIANTS.items() if "key_bias" not in str(parts)])
+@pytest.mark.parametrize(
+    "variant",
+    every_other_deep(
+        [name for name, parts in VARIANTS.items() if "key_bias" not in str(parts)],
+        ["ssmax and a prior", "ssmax beside a prior", "null key", *DISTINCT],
+    ),
+)
 def test_positions_with_gaps_match_a_longer_text(variant: str) -> None:
     """Tokens with gaps in their positions give the logits of the longer text with the other tokens masked."""
     model, ids = tiny_decoder(**VARIANTS[variant]), tokens(2, LENGTH)
@@ -98,8 +105,7 @@ def test_batches_packed_by_transformers_match(family: str) -> None:
     torch.testing.assert_close(loss.double(), apart, rtol=1e-5, atol=1e-6)
 
 
-@every_family
-@pytest.mark.parametrize("padding_value", [0, 1])
+@pytest.mark.parametrize(("family", "padding_value"), each_once(FAMILIES, [0, 1]))
 def test_positions_made_by_generate_match(family: str, padding_value: int) -> None:
     """Positions of padding are arbitrary: 0 in transformers now, 1 in earlier versions."""
     model, ids = tiny_decoder(**FAMILIES[family]), tokens(2, LENGTH)
@@ -272,7 +278,7 @@ def test_compiled_decoding_accepts_positions() -> None:
     """With a static cache and all positions so far, gaps give the results without a cache. Wrong positions of new
     tokens raise an error.
     """
-    model, ids = tiny_decoder(**FAMILIES["GOAT"], num_hidden_layers=1), tokens(1, 6)
+    model, ids = tiny_decoder(**FAMILIES["BAM"], num_hidden_layers=1), tokens(1, 6)
     positions = torch.tensor([[0, 1, 4, 5, 8, 9]])
     expected = logits_of(model, ids, position_ids=positions)
     cache: Any = StaticCache(config=model.config, max_cache_len=10)

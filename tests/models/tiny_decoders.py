@@ -60,6 +60,19 @@ VARIANTS: dict[str, dict[str, Any]] = {
     },
 }
 
+DISTINCT = [
+    "prior kerple",
+    "encoding learned",
+    "encoding shaw",
+    "sum",
+    "shared prior",
+    "fire beyond its threshold",
+    "cable, a prior, ssmax and a null key",
+    "layers that differ",
+]
+"""Variants that together have every kind of part. Several tests run the others only in a deep run, because
+a decoder treats all priors alike."""
+
 FAMILIES: dict[str, dict[str, Any]] = {
     "BAM": {"prior": {"name": "generalized_gaussian", "init": "spread"}},
     "T5, shared by all layers": {"prior": "relative_buckets", "share_prior": True},
