@@ -36,8 +36,9 @@ gc.disable()
 
 
 def pytest_collection_finish() -> None:
-    """Exclude existing objects from garbage collection."""
+    """Exclude existing objects from garbage collection, and collect others seldom: it took a tenth of the time."""
     gc.freeze()
+    gc.set_threshold(10_000, 10, 50)
     gc.enable()
 
 

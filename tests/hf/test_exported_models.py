@@ -32,12 +32,6 @@ SCHEMES: dict[str, dict[str, Any]] = {
     "RoPE": {"encoding": "rotary"},
     "ALiBi": {"prior": "laplace"},
     "NoPE+SSMax": {"logit_scale": {"name": "ssmax", "init": 0.2}},
-    "RoPE, then BAM+SSMax": {
-        "num_hidden_layers": 2,
-        "layer_pattern": ["first", "second"],
-        "layer_kinds": {"first": {"encoding": "rotary"}, "second": {"prior": NEIGHBOURS}},
-        "logit_scale": {"name": "ssmax", "init": 0.2},
-    },
 }
 LAYERS_THAT_DIFFER: dict[str, Any] = {
     "num_hidden_layers": 2,
@@ -120,9 +114,7 @@ def traced_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("traced_once")
-@pytest.mark.parametrize(
-    "name", every_other_deep([*SCHEMES, "attached Llama"], ["RoPE, then BAM+SSMax", "attached Llama"])
-)
+@pytest.mark.parametrize("name", every_other_deep([*SCHEMES, "attached Llama"], ["RoPE", "attached Llama"]))
 def test_reloaded_programs_and_onnx_runtime_generate_equal_tokens(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -13,7 +13,7 @@ from torch.profiler import ProfilerActivity, profile
 from attention_priors.hf import use_priors
 from thoroughness import every_other_deep
 
-LENGTH = 2048
+LENGTH = 1024
 QUICK = ["bloom", "mpt", "t5", "umt5", "pop2piano"]
 MATRIX = 4 * LENGTH * LENGTH
 """Size of one head's matrix in bytes, in float32."""

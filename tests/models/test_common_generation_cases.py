@@ -263,7 +263,7 @@ def test_offloaded_cache_changes_no_token() -> None:
 
 def test_generate_compiles_the_model() -> None:
     """Accelerators compile with a static cache: one graph for each token, with padding."""
-    model, ids = decoder("BAM", num_hidden_layers=1), tokens(2, PROMPT)
+    model, ids = decoder("GOAT", num_hidden_layers=1), tokens(2, PROMPT)
     mask = torch.tensor([[0, 0, 1, 1, 1], [1] * 5])
     compilation: Any = CompileConfig(backend="aot_eager", fullgraph=True)
     compilation._compile_all_devices = True

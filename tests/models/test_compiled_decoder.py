@@ -37,9 +37,7 @@ DISTINCT = [
     ("prior and shaw", "plain"),
     ("prior and rotary", "padding"),
     ("encoding learned", "documents"),
-    ("ssmax beside a prior", "documents"),
     ("shared prior", "padding"),
-    ("sum", "padding"),
 ]
 
 
@@ -68,7 +66,7 @@ def test_decoder_compiles_without_a_graph_break(pair: tuple[str, str]) -> None:
             torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-6, msg=lambda text, name=name: f"{name}: {text}")
 
 
-@pytest.mark.parametrize("variant", every_other_deep(VARIANTS, ["prior key_sink", "ssmax and a prior"]))
+@pytest.mark.parametrize("variant", every_other_deep(VARIANTS, ["ssmax and a prior"]))
 @torch.no_grad()
 def test_decoding_with_a_static_cache_compiles_once(variant: str) -> None:
     """There are two graphs, for the prompt and for later tokens, for any number of tokens."""
@@ -103,7 +101,7 @@ SHAPES = ((2, 32), (3, 48), (2, 130), (3, 333))
 
 
 def make(name: str) -> PriorDecoderForCausalLM:
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4}
     torch.manual_seed(0)
     return PriorDecoderForCausalLM(PriorDecoderConfig(vocab_size=50, **sizes, **SCHEMES[name]))
 
