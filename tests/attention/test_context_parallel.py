@@ -21,9 +21,10 @@ from thoroughness import DEEP
 
 WORKER = Path(__file__).with_name("sharded_cases.py")
 REPEATED = (
-    "alibi, blocks", "alibi, blocks, bidirectional", "t5 buckets", "spectral and key sink in documents",
-    "ssmax, bidirectional", "documents, bidirectional", "documents, interleaved",
-    "documents, interleaved, and a window",
+    "no prior, bidirectional, contiguous", "ggd, bidirectional", "alibi", "alibi, blocks",
+    "alibi, blocks, bidirectional", "ggd and ssmax, blocks", "t5 buckets", "spectral and key sink in documents",
+    "window", "ssmax", "ssmax, bidirectional", "documents", "documents, bidirectional", "documents, interleaved",
+    "documents, interleaved, and a window", "padding on the left",
 )  # fmt: skip
 """Cases whose parts other cases cover. They run only in a deep run."""
 FOR_ALL = tuple(CASES) if DEEP else tuple(name for name in CASES if name not in REPEATED)

@@ -19,7 +19,7 @@ from transformers.models.mpt.modeling_mpt import build_mpt_alibi_tensor
 from attention_priors.hf import mpt_slopes, restore_attention, use_priors
 from attention_priors.hf.loading import check_positions
 from attention_priors.hf.replacing import prior_for
-from thoroughness import every_other_deep, examples
+from thoroughness import each_once, every_other_deep, examples
 
 Make = Callable[..., Any]
 every_model = pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
@@ -105,8 +105,7 @@ def test_gradient_checkpointing_keeps_gradients(make: Make) -> None:
     torch.testing.assert_close(*gradients)
 
 
-@both_families
-@pytest.mark.parametrize("beams", [1, 3])
+@pytest.mark.parametrize(("beams", "make"), each_once([1, 3], [bloom, mpt]))
 @pytest.mark.parametrize("cache", ["dynamic", "static", None])
 def test_generated_tokens_match(make: Make, beams: int, cache: str | None) -> None:
     theirs, ours = twins(make)

@@ -28,6 +28,7 @@ from attention_priors.hf import attach, attached_priors, detach, load_model
 from attention_priors.hf.heads import OnHeads
 from attention_priors.hf.loading import check_positions, note_length
 from attention_priors.priors import CATALOGUE
+from thoroughness import each_once
 
 UNIFORM: dict[str, Any] = {"prior": "generalized_gaussian", "logit_scale": "residual_ssmax"}
 STATIONARY: dict[str, Any] = {
@@ -94,8 +95,7 @@ def test_the_uniform_start_changes_nothing(family: str) -> None:
         assert float((after[name] - logits).abs().max()) <= 1e-5, name
 
 
-@pytest.mark.parametrize("layer", range(LAYERS))
-@pytest.mark.parametrize("family", WITH_SINKS)
+@pytest.mark.parametrize(("family", "layer"), each_once(WITH_SINKS, range(LAYERS)))
 def test_sinks_stay_in_layers_without_a_prior(family: str, layer: int) -> None:
     model = tiny(family)
     before = everything(model)
@@ -114,8 +114,7 @@ def test_a_constant_beside_sinks_raises_a_warning() -> None:
         attach(tiny("llama"), "generalized_gaussian")
 
 
-@pytest.mark.parametrize("layers", [None, [0], [1]])
-@pytest.mark.parametrize("family", WITH_SINKS)
+@pytest.mark.parametrize(("family", "layers"), each_once(WITH_SINKS, [None, [0], [1]]))
 def test_sinks_get_their_gradients(family: str, layers: list[int] | None) -> None:
     """Sinks train as in the original model."""
     grads = []
@@ -169,8 +168,7 @@ def test_models_of_one_config_are_independent(family: str) -> None:
         assert model.config._attn_implementation == implementation
 
 
-@pytest.mark.parametrize("what", ["stationary", "absolute"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("family", "what"), each_once(FAMILIES, ["stationary", "absolute"]))
 def test_logits_match_the_dense_formula(family: str, what: str) -> None:
     """Uses transformers' own mask matrices: causal, padded, windows, packed."""
     model = scatter(attach(tiny(family), **(STATIONARY if what == "stationary" else ABSOLUTE)))
@@ -186,8 +184,7 @@ def test_logits_match_the_dense_formula(family: str, what: str) -> None:
         assert float((expected - unattached)[seen].abs().max()) > 1e-3, "the prior does nothing"
 
 
-@pytest.mark.parametrize("what", ["stationary", "absolute"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("family", "what"), each_once(FAMILIES, ["stationary", "absolute"]))
 def test_caches_change_no_logits(family: str, what: str) -> None:
     model = scatter(attach(tiny(family), **(STATIONARY if what == "stationary" else ABSOLUTE)))
     with torch.no_grad():

@@ -5,6 +5,7 @@ Logits in float32 of the order of 10 agree within 1e-4.
 
 import copy
 import pickle
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from torch import Tensor
 from transformers import AutoModelForSeq2SeqLM, DynamicCache, EncoderDecoderCache, StaticCache, T5EncoderModel
 
 from attention_priors.hf import attach, restore_attention, use_priors
-from thoroughness import every_other_deep, examples
+from thoroughness import each_once, every_other_deep, examples
 
 VOCABULARY = 40
 TOLERANCE = 1e-4
@@ -125,8 +126,7 @@ def test_the_bias_changes_the_logits() -> None:
     assert difference(before, logits(model, **inputs())) > 0.1
 
 
-@every_kind
-@pytest.mark.parametrize("checkpointing", [None, "reentrant", "not reentrant"])
+@pytest.mark.parametrize(("kind", "checkpointing"), each_once(KINDS, [None, "reentrant", "not reentrant"]))
 def test_gradients_match_transformers(kind: str, checkpointing: str | None) -> None:
     theirs, ours = twins(kind)
     for model in (theirs, ours):
@@ -141,10 +141,9 @@ def test_gradients_match_transformers(kind: str, checkpointing: str | None) -> N
     assert biases == (4 if kind == "umt5" else 2)  # one table for all blocks of a stack, or one for each block
 
 
-@every_kind
-@pytest.mark.parametrize("beams", [1, 3])
-@pytest.mark.parametrize("cache", ["dynamic", "static", None])
-def test_generated_tokens_match(kind: str, beams: int, cache: str | None) -> None:
+@pytest.mark.parametrize(("how", "kind"), each_once(product(["dynamic", "static", None], [1, 3]), [*KINDS]))
+def test_generated_tokens_match(how: tuple[str | None, int], kind: str) -> None:
+    cache, beams = how
     theirs, ours = twins(kind)
     options: dict[str, Any] = {"max_new_tokens": 8, "num_beams": beams, "do_sample": False, "eos_token_id": None}
     options |= {"use_cache": False} if cache is None else {"cache_implementation": cache}
