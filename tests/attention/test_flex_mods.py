@@ -25,6 +25,7 @@ from attention_priors import (
 )
 from attention_priors.attention.flex import mods
 from attention_priors.priors import Axial, grid_positions
+from thoroughness import each_once
 
 
 def mod_options(case: Case) -> dict[str, Any]:
@@ -51,7 +52,7 @@ def up_to_rows(prior: Prior) -> bool:
 
 @pytest.mark.parametrize("name", [name for name in WITHOUT_NETWORKS if name != "none"])
 def test_scores_match_the_formula(name: str) -> None:
-    @examples(6, name)
+    @examples(4, name)
     @given(cases(name, longest=60, masks=False, keyed=False))
     def check(case: Case) -> None:
         assert case.prior is not None
@@ -80,7 +81,7 @@ def test_scores_match_the_formula(name: str) -> None:
 
 @pytest.mark.parametrize("name", WITHOUT_NETWORKS)
 def test_masks_match_the_formula(name: str) -> None:
-    @examples(6, name)
+    @examples(4, name)
     @given(cases(name, longest=60, masks=False, keyed=False))
     def check(case: Case) -> None:
         expected = visibility_of(case)
@@ -124,8 +125,9 @@ def test_gradients_of_scores_reach_the_parameters(name: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name in WITHOUT_NETWORKS if name != "none"])
-@pytest.mark.parametrize("start", [2**16, 2**20 - 60])
+@pytest.mark.parametrize(
+    ("name", "start"), each_once([name for name in WITHOUT_NETWORKS if name != "none"], [2**16, 2**20 - 60])
+)
 def test_scores_at_far_positions_are_exact(name: str, start: int) -> None:
     """The applied log-prior, up to a constant per row, is within 1e-4 nats or float32's rounding of float64."""
 
@@ -172,7 +174,7 @@ def dense_blocks(mask: BlockMask, full: bool) -> Tensor:
 def test_listed_blocks_hold_all_visible_keys(name: str) -> None:
     """No visible key lies outside of the listed blocks, and every hidden key in them is in a masked block."""
 
-    @examples(15, name)
+    @examples(8, name)
     @given(cases(name, longest=60, masks=False, keyed=False))
     def check(case: Case) -> None:
         _, _, num_queries, num_keys = sizes(case)

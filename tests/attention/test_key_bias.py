@@ -15,6 +15,7 @@ from attention_priors import GeneralizedGaussian, KeySink, Laplace, PriorAttenti
 from attention_priors.attention import attend_with_weights
 from attention_priors.attention.geometry import Geometry
 from attention_priors.attention.key_bias import best_seen
+from thoroughness import each_once
 
 
 def some(*shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
@@ -53,9 +54,8 @@ def test_a_key_sink_is_a_key_bias() -> None:
         torch.testing.assert_close(attend(query, key, key, key_bias=numbers, logit_scale=scale), expected)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("gate", [0.9, 0.999])
+@pytest.mark.parametrize(("gate", "dtype"), each_once([0.9, 0.999], [torch.float32, torch.bfloat16]))
 @pytest.mark.parametrize("beside", ["nothing", "alibi", "ggd and ssmax"])
 def test_log_weights_at_131072_tokens_are_exact(gate: float, dtype: torch.dtype, compiled: bool, beside: str) -> None:
     """Values that distinguish two keys show the difference of their log-weights. Queries are 0."""

@@ -180,7 +180,7 @@ FAR_APART: dict[str, tuple[Tensor, Tensor]] = {
 @pytest.mark.slow
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(
-    "name", every_other_deep(FAR_APART, ["keys of one example", "keys, just too far", "a query", "all keys, with gaps"])
+    "name", every_other_deep(FAR_APART, ["keys of one example", "keys, just too far", "all keys, with gaps"])
 )
 def test_far_apart_positions_are_refused_or_compiled_exactly(name: str, device: str) -> None:
     """A compiled graph does not check positions. Causal masks hide pairs at any distance."""

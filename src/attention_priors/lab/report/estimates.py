@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -86,7 +87,10 @@ def stopped(results: Results, rows: Frame) -> set[tuple[str, int]]:
 
 def over(rows: Frame, key: str, column: str) -> dict[Any, Estimate]:
     """Return the mean over seeds for each value of a field, with Student's interval."""
-    return {value: over_seeds([*own.astype(float)]) for value, own in rows.groupby(key)[column]}
+    found = defaultdict[Any, list[float]](list)
+    for value, one in zip(rows[key], rows[column].astype(float), strict=True):
+        found[value].append(one)
+    return {value: over_seeds(found[value]) for value in sorted(found)}
 
 
 def points(found: Mapping[Any, Estimate]) -> Frame:

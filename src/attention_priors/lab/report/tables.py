@@ -205,11 +205,12 @@ class Losses:
         places = np.linspace(0, len(beyond) - 1, min(len(beyond), _POSITIONS)).round().astype(int)
         self.beyond = [beyond[place] for place in places]
         self.straddles = any(estimates.first_of_range(p) < shortest <= estimates.end_of_range(p) for p in positions)
+        self._ranges = dict([*self.rows.groupby(["scheme", "position"], observed=True)])
         self.documents = " or ".join(f"{count:.0f}" for count in sorted(self.rows.documents.dropna().unique()))
 
     def at(self, scheme: str, position: float) -> Cell:
         """Format a scheme's loss in one range of positions."""
-        return self.cell(self.rows[(self.rows.scheme == scheme) & (self.rows.position == position)])
+        return self.cell(self._ranges.get((scheme, position), self.rows[:0]))
 
     def within_training(self, scheme: str) -> Cell:
         """Format a scheme's loss over the ranges of positions that end within its training length."""
@@ -332,12 +333,12 @@ def prior_mass(results: Results) -> Table:
     rows, places = results["prior_mass"], ["first", "previous", "itself"]
     lines = []
     for name, own in by_scheme(rows):
-        layers = own.groupby("layer")
-        # Different seeds may give a role to different layers.
-        parts = [*layers, ("any", own)] if len(layers) > 1 else [*layers]
+        largest = own.groupby(["layer", "seed"])[places].max()
+        parts = [*largest.groupby("layer")]
+        if len(parts) > 1:  # different seeds may give a role to different layers
+            parts.append(("any", largest.groupby("seed").max()))
         for layer, part in parts:
-            largest = part.groupby("seed")[places].max()
-            cells = [Cell.of_share(over_seeds([*largest[place]])) for place in places]
+            cells = [Cell.of_share(over_seeds([*part[place]])) for place in places]
             lines.append([name, str(layer), str(own.seed.nunique()), *cells])
     # Older results lack this column, and their masses exclude the scale.
     words = wording("prior_mass", scaled=rows.scaled.eq(True).any())
