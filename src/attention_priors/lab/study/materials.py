@@ -251,7 +251,7 @@ class TextMaterials(Materials):
         if isinstance(settings, NeedleSettings):
             settings = replace(settings, num_questions=questions, num_restatements=restatements)
         if settings not in self._ruler_texts:  # shared by all schemes, because creation is slow
-            self._ruler_texts[settings] = RulerTexts(self.tokenizer, settings, self._train_haystack)
+            self._ruler_texts[settings] = RulerTexts(self.tokenizer, settings, self._train_haystack, name=task)
         return self._ruler_texts[settings]
 
     def subject(self, scheme: str, model: PreTrainedModel) -> Subject:

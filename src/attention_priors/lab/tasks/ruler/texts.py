@@ -44,6 +44,7 @@ class RulerTexts:
         task: Key of `RULER_TASKS`, or custom settings.
         haystack: Text of an essay task, different from the test text. Other tasks ignore it.
         split_sentences: see :class:`RulerTask`.
+        name: Name in messages. That of ``task`` by default, or ``"custom"``.
 
     Raises:
         ValueError: ``task`` is not a known name, or an essay task has no ``haystack``. Or ``tokenizer`` has no
@@ -58,9 +59,10 @@ class RulerTexts:
         haystack: Haystack | None = None,
         *,
         split_sentences: SentenceSplitter | None = None,
+        name: str | None = None,
     ) -> None:
         self.settings = checked_task(task, haystack)
-        self.name = task if isinstance(task, str) else "custom"
+        self.name = name or (task if isinstance(task, str) else "custom")
         if not isinstance(tokenizer.eos_token_id, int):
             raise ValueError(f"tokenizer {tokenizer.name_or_path!r} has no eos_token: expected one to end each text")
         self._end = tokenizer.eos_token_id
