@@ -29,7 +29,7 @@ def tools() -> Path | None:
     [
         pytest.param("80", "80", "positions", marks=pytest.mark.deep),
         pytest.param("90", "64", "slots", marks=pytest.mark.deep),
-        ("90", "128", "plain"),
+        pytest.param("90", "128", "plain", marks=pytest.mark.deep),
         ("90", "64", "keys"),
         pytest.param("100", "64", "far", marks=pytest.mark.deep),
     ],

@@ -95,6 +95,7 @@ def _runs(results: Results) -> list[tuple[str, int]]:
     return [*zip(results["run"].scheme, results["run"].seed, strict=True)]
 
 
+@pytest.mark.deep
 def test_calls_with_different_runs_work_concurrently(tiny, tmp_path, quiet, monkeypatch):
     """Uses real workers."""
     recipe, output = tmp_path / "tiny.yaml", tmp_path / "out"
