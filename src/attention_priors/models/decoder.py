@@ -71,8 +71,9 @@ class PriorDecoderConfig(PriorConfig):
         head_dim: width of a head. ``hidden_size / num_attention_heads`` by default.
         rms_norm_eps: epsilon of the norms.
         initializer_range: standard deviation of the initial weights.
-        equal_projections: whether the key projection of each head starts equal to its query projection, or to that of
-            the first head of its group. A token's content logit is then highest for tokens like itself.
+        equal_projections: whether each head's key projection starts equal to its query projection. Query heads that
+            share a key head start with different ones; the key head equals the first. A token's content logit is then
+            highest for tokens like itself.
         tie_word_embeddings: whether the output layer is the transpose of the embedding.
         prior: description of the log-prior. None for no prior.
         share_prior: whether all layers share one prior (T5). Otherwise each layer has its own (BAM).

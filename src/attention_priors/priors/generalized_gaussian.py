@@ -32,7 +32,6 @@ Recomputing them for so short a table costs more in time than it saves in memory
 MINIMUM_SHAPE = 0.05
 """Smallest ``|β|`` of any head with ``keep_sign``."""
 
-
 PHRASE = 20
 """Scale α of the phrase head of ``init="phrases"``, in tokens."""
 
