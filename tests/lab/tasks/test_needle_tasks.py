@@ -315,7 +315,7 @@ def test_invalid_arguments_are_named(tokenizer: PreTrainedTokenizerFast, essay: 
         NeedleSettings("essay", num_queries=2)
     with pytest.raises(ValueError, match="haystack must be one of noise, essay, needle; got 'repeat'"):
         NeedleSettings("repeat")  # pyright: ignore[reportArgumentType]
-    with pytest.raises(ValueError, match="num_restatements must not be negative; it is -1"):
+    with pytest.raises(ValueError, match="num_restatements must be an integer of at least 0; it is -1"):
         NeedleSettings("essay", num_restatements=-1)
     with pytest.raises(ValueError, match="must be at most 40 in an essay; it is 42"):
         NeedleSettings("essay", num_keys=6, num_values=7)

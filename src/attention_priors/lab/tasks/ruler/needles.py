@@ -69,8 +69,8 @@ class NeedleSettings(RulerSettings):
             num_queries=self.num_queries,
             num_questions=self.num_questions,
         )
-        if self.num_restatements < 0:
-            raise ValueError(f"num_restatements must not be negative; it is {self.num_restatements}")
+        if not isinstance(self.num_restatements, int) or self.num_restatements < 0:
+            raise ValueError(f"num_restatements must be an integer of at least 0; it is {self.num_restatements}")
         if self.num_queries > self.num_keys:
             raise ValueError(f"num_queries must be at most num_keys, {self.num_keys}; it is {self.num_queries}")
         if self.haystack == "essay" and self.num_sentences > len(DEPTHS):
