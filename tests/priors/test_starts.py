@@ -57,6 +57,28 @@ def test_given_numbers_are_initial_and_survive_the_config(name: str) -> None:
             torch.testing.assert_close(natural[key], torch.tensor(values), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize(
+    "table", [ClippedOffsets(4, init="neighbours"), RelativeBuckets(4, init="neighbours")], ids=lambda each: each.name
+)
+def test_a_table_starts_as_the_generalized_gaussian_does(table: Prior) -> None:
+    """Both tables have an entry of their own for each distance up to 15 tokens."""
+    distance = torch.arange(16)
+    expected = GeneralizedGaussian(4, init="neighbours").log_prior_at(distance).clamp(min=-16)
+    assert torch.equal(table.log_prior_at(distance), expected)
+    far = table.log_prior_at(torch.tensor([10_000])).squeeze(1)
+    # The near heads hide far keys, the others do not.
+    assert bool((far[:2] > -0.3).all())
+    assert bool((far[2:] < -13).all())
+
+
+def test_a_bucket_starts_with_its_smallest_distance() -> None:
+    table = RelativeBuckets(2, num_buckets=8, max_distance=64, bidirectional=True, init="neighbours")
+    # Buckets of each direction: 0, 1, 2 to 11, the rest.
+    expected = GeneralizedGaussian(2, init="neighbours").log_prior_at(torch.tensor([0, 1, 2, 12, -1, -2, -12]))
+    distance = torch.tensor([0, 1, 11, 50, -1, -9, -64])
+    assert torch.equal(table.log_prior_at(distance), expected.clamp(min=-16))
+
+
 def test_missing_parameters_start_at_0() -> None:
     assert GeneralizedGaussian(3, init={"beta": 1.0}).mu.tolist() == [0.0] * 3
     assert KeySink(2, 8, init={"bump": 1.0}).natural_parameters()["slope"].tolist() == [0.0, 0.0]
@@ -80,7 +102,7 @@ def test_a_sink_with_a_slope_learns_it_and_needs_a_causal_mask() -> None:
         (lambda: GeneralizedGaussian(2, init={"beta": math.nan}), r"init\['beta'\] must be finite"),
         (lambda: GeneralizedGaussian(2, init={"beta": [0.0, 1.0]}, keep_sign=True), "keep_sign=True needs an init"),
         (lambda: Spectral(2, 3, init={"alpha": [1.0, 2.0]}), r"init\['alpha'\] must .* shape \(2, 3\)"),
-        (lambda: RelativeBuckets(1, init="steep"), "init must be one of uniform, normal; got 'steep'"),
+        (lambda: RelativeBuckets(1, init="steep"), "init must be one of uniform, normal, neighbours; got 'steep'"),
     ],
 )  # fmt: skip
 def test_invalid_numbers_are_named(make: Any, message: str) -> None:

@@ -206,6 +206,23 @@ class GeneralizedGaussian(Prior):
         return function.apply(self.theta_alpha, self.beta, self.theta_mu, distance).to(dtype)
 
 
+def neighbours_at(num_heads: int, distance: Tensor) -> Tensor:
+    """Return the log-prior of ``GeneralizedGaussian(num_heads, init="neighbours")``, at least -16 nats.
+
+    Learned tables start here with ``init="neighbours"``. A lower entry would take long to change.
+
+    Args:
+        num_heads: number of heads, ``H``.
+        distance: ``i - j`` in tokens.
+
+    Returns:
+        Log-prior in nats, ``(H, *distance.shape)``, on the CPU.
+    """
+    with torch.device("cpu"):
+        prior = GeneralizedGaussian(num_heads, init="neighbours", learn=False)
+    return prior.log_prior_at(distance.cpu()).clamp(min=-16.0)
+
+
 def _log_prior(theta_alpha: Tensor, beta: Tensor, theta_mu: Tensor, distance: Tensor) -> Tensor:
     """Return ``K`` in float64.
 

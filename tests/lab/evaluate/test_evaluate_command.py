@@ -54,7 +54,7 @@ def test_results_tables_and_figures_are_written(run, folders, tmp_path, drawn):
     passkey = summary[0]
     assert (passkey["length"], passkey["trials"], passkey["mean"], passkey["low"]) == (600, 2, 0.0, 0.0)
     assert passkey["high"] == pytest.approx(0.66, abs=0.01)  # as in the table
-    assert [row["pass"] for row in summary if row["row"] == "timing"] == ["forward", "forward+backward"]
+    assert [row["pass"] for row in summary if row["row"] == "timing"] == ["forward", "forward+backward", "decode"]
     table = (tmp_path / "out" / "table.md").read_text()
     assert "| passkey | 2 | 0 [0, 66] |" in table
     assert all(name.replace("_", "\\_") in table for name in tasks.split(",")[:-1])

@@ -79,7 +79,7 @@ def test_every_task_is_evaluated(kind: str, subjects: dict[str, Subject], plan: 
     summary = evaluate(subjects[kind], plan(*OF_TEXT, lengths=(600,)), tmp_path, chunk=128, observer=observer)
     assert [one.task for one in summary.accuracies] == RETRIEVAL
     assert [one.task for one in summary.losses] == ["perplexity", "perplexity_short", "perplexity_windows"]
-    assert [one.kind for one in summary.durations] == ["forward", "forward+backward"]
+    assert [one.kind for one in summary.durations] == ["forward", "forward+backward", "decode"]
     assert [(one.layer, one.head) for one in summary.weights] == [
         (layer, head) for layer in (0, 1) for head in range(4)
     ]
@@ -395,7 +395,7 @@ def test_copying_loss_is_measured_by_kind(tmp_path: Path):
         expected = copying_rows(subject.model, mixture, samples, chunk=1024)
         assert [row for row in found.copying if row["length"] == length] == expected
         assert [row["kind"] for row in expected] == ["first", "previous", "noise", "all"]
-    assert [one.length for one in found.durations] == [12, 12, 24, 24]
+    assert [one.length for one in found.durations] == [12, 12, 12, 24, 24, 24]
     # The loss by position covers the beginnings of rows.
     assert [(one.length, one.documents, one.tokens) for one in found.losses] == [(12, 8, 88), (24, 8, 184)]
     rows = CopyMixtureRows(mixture, context_length=24, num_rows=8, seed=-1)

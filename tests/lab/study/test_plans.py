@@ -69,7 +69,7 @@ def test_rows_match_an_evaluation_of_the_model(asked: Any, tiny: Any, plans: dic
                 assert one == {key: approximate(value) for key, value in other.items()}
     timing = of_kind(read_rows(folder), "timing", scheme="ALiBi")
     assert [(row["length"], row["pass"]) for row in timing] == [
-        (length, kind) for length in (60, 90) for kind in ("forward", "forward+backward")
+        (length, kind) for length in (60, 90) for kind in ("forward", "forward+backward", "decode")
     ]
     assert all(row["median_ms"] > 0 and row["plan"] == "reading" for row in timing)
 

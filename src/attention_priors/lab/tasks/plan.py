@@ -29,7 +29,7 @@ TASKS = {
     "perplexity_windows": "loss of pieces of a length, cut from all documents",
     COMPLETION: "continuation of a genome by 200 bases: identity and GC trajectory against the truth",
     COPYING: "loss in the copy-mixture task by kind of token, for models trained on this task by a recipe",
-    "timing": "time in milliseconds and memory of one pass, forward and with gradients",
+    "timing": "milliseconds and memory of a pass: forward, with gradients, and over the last token after a cache",
 }
 """Descriptions of the tasks, by name."""
 

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import copy
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel
 
 from attention_priors.lab.machine import PeakMemory, processor, versions
+from attention_priors.lab.tasks.generation import chunked_logits
 from attention_priors.lab.tasks.task import OnShare, Record, Task, Unit
 
 SOFTWARE = ("attention-priors", "torch", "transformers")
@@ -19,56 +21,69 @@ SOFTWARE = ("attention-priors", "torch", "transformers")
 WARM_UP = 3
 """Number of warm-up passes, which are not timed."""
 
+KINDS = ("forward", "forward+backward", "decode")
+"""Kinds of pass. ``decode`` reads the last token of a text, with the keys of the others in a cache."""
+
 
 def time_model(
     model: PreTrainedModel,
     length: int,
     *,
     passes: int,
-    learns: bool,
+    kind: str,
     seed: int,
     on_pass: Callable[[int], None] = lambda count: None,
 ) -> dict[str, Any]:
-    """Return mean and standard deviation of the time over passes of batch 1, without a cache (BAM's protocol).
+    """Return mean and standard deviation of the time over passes of batch 1 (BAM's protocol).
 
     Args:
         model: causal language model.
         length: length of the text, in tokens. The tokens are random.
         passes: number of timed passes.
-        learns: whether to time training. If so, passes run forward and backward in training mode.
+        kind: one of :data:`KINDS`. Passes of ``forward+backward`` run in training mode. Only ``decode`` uses a cache.
         seed: seed of the tokens.
         on_pass: called with the number of timed passes so far.
 
     Returns:
-        ``mean_ms``, ``std_ms`` and ``median_ms``. Also ``peak_bytes``, the peak memory of one pass beyond the model,
-        with gradients if ``learns``; None if it cannot be measured.
+        ``mean_ms``, ``std_ms`` and ``median_ms``. Also ``peak_bytes``, the peak memory of one pass beyond the model
+        and the cache before the pass, gradients included; None if it cannot be measured.
     """
     generator = torch.Generator().manual_seed(seed)
     vocabulary = int(model.config.get_text_config(decoder=True).vocab_size)
     tokens = torch.randint(vocabulary, (1, length), generator=generator).to(model.device)
-    was_training = model.training
+    was_training, filled = model.training, None
 
-    def one_pass() -> None:
-        if learns:
+    def one_pass(cache: DynamicCache | None) -> None:
+        if kind == "forward+backward":
             model.zero_grad()
             model(tokens, labels=tokens, use_cache=False).loss.backward()
         else:
             with torch.no_grad():
-                model(tokens, use_cache=False)
+                if cache is None:
+                    model(tokens, use_cache=False)
+                else:
+                    model(tokens[:, -1:], cache=cache, use_cache=True)
         if model.device.type == "cuda":
             torch.cuda.synchronize(model.device)
 
-    model.train(learns)
+    model.train(kind == "forward+backward")
     try:
+        if kind == "decode":
+            filled = DynamicCache(config=model.config)
+            for _ in chunked_logits(model, tokens[:, :-1], chunk=length, keep=1, cache=filled):
+                pass
         for _ in range(WARM_UP):
-            one_pass()
+            one_pass(copy.deepcopy(filled))
         model.zero_grad()
+        cache = copy.deepcopy(filled)
         with PeakMemory(model.device) as memory:
-            one_pass()
+            one_pass(cache)
         seconds = []
         for _ in range(passes):
+            # A pass adds a token, so each has a cache of its own, copied before the clock starts.
+            cache = copy.deepcopy(filled)
             start = time.perf_counter()
-            one_pass()
+            one_pass(cache)
             seconds.append(time.perf_counter() - start)
             on_pass(len(seconds))
     finally:
@@ -84,7 +99,7 @@ def time_model(
 
 
 class Timing(Task):
-    """Measure time and memory of one pass, forward and with gradients."""
+    """Measure time and memory of one pass: forward, with gradients, and of one more token after a cache."""
 
     reads_texts = False
 
@@ -102,8 +117,8 @@ class Timing(Task):
         """Accept any chunk, because a timed pass reads the whole text at once."""
 
     def groups(self, length: int) -> Iterator[Sequence[Unit]]:
-        """Yield the forward pass and the pass with gradients."""
-        for kind in ("forward", "forward+backward"):
+        """Yield each kind of pass."""
+        for kind in KINDS:
             yield [Unit({"pass": kind}, length)]
 
     def ask(self, length: int, units: Sequence[Unit], on_share: OnShare) -> list[Record]:
@@ -115,7 +130,7 @@ class Timing(Task):
                 self.subject.model,
                 length,
                 passes=passes,
-                learns=unit.key["pass"] == "forward+backward",
+                kind=str(unit.key["pass"]),
                 seed=self.plan.seed,
                 on_pass=lambda count: on_share(count / passes),
             )
