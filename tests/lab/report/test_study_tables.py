@@ -409,7 +409,7 @@ def test_training_is_described(rows):
 
 def test_results_without_data_have_no_tables(rows):
     named = [name for name, shown in tables(rows.results()).items() if shown.lines]
-    assert named == ["passkey", "passkey_by_seed", "perplexity", "heads", "training", "runs"]
+    assert named == ["passkey", "passkey_by_seed", "perplexity", "differences", "heads", "training", "runs"]
     empty = study({}, ["NoPE"])
     assert not any(shown.lines for shown in tables(empty.results()).values())
     assert len(LENGTHS) == len(passkey_overview(rows.results()).header) - 1

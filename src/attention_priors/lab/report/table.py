@@ -16,6 +16,9 @@ from attention_priors.lab.report.wording import percent
 
 ABSENT = "–"
 
+_LONG = 60
+"""Characters in a cell of words beyond which LaTeX wraps its column."""
+
 
 class Cell(NamedTuple):
     """Formatted number.
@@ -121,7 +124,9 @@ class Table:
         size = "footnotesize" if len(self.header) <= 8 else "scriptsize"
         content = [[_latex(cell) for cell in line] for line in self.merged]
         table = pd.DataFrame(content, columns=[_latex(heading) for heading in self.header]).style.hide(axis="index")
-        columns = "l" * self.words + "r" * (len(self.header) - self.words)
+        longest = [max((len(str(line[column])) for line in self.lines), default=0) for column in range(self.words)]
+        text = ["l" if length <= _LONG else r"p{0.25\linewidth}" for length in longest]
+        columns = "".join(text) + "r" * (len(self.header) - self.words)
         written = table.to_latex(
             hrules=True, position_float="centering", column_format=columns,
             caption=_latex(self.caption), label=f"tab:{self.name}",

@@ -16,6 +16,7 @@ from attention_priors._io import number, write_bytes
 from attention_priors.lab.intervals import cut_to_share, over_seeds, wilson_interval
 from attention_priors.lab.report import estimates
 from attention_priors.lab.report.comparisons import comparisons
+from attention_priors.lab.report.differences import differences
 from attention_priors.lab.report.estimates import KINDS, NEAR, STRONG, by_scheme, over, own_passkeys
 from attention_priors.lab.report.table import ABSENT, Cell, Table
 from attention_priors.lab.report.wording import decimals, duration, listing, multiple, percent, quantity, wording
@@ -37,7 +38,7 @@ def tables(results: Results) -> dict[str, Table]:
     """Return every table of a study by name; tables without data have no lines."""
     makers = (
         accuracy, passkey, passkey_by_seed, perplexity, copying, retrieval, answer_tokens, plan_losses, completions,
-        needle_weights, timing, axes, extension, head_counts, prior_mass, prior_reach, training, runs,
+        needle_weights, timing, differences, axes, extension, head_counts, prior_mass, prior_reach, training, runs,
     )  # fmt: skip
     return {table.name: table for table in (make(results) for make in makers)}
 

@@ -1,0 +1,126 @@
+"""Which schemes differ by more than their seeds do: Tukey's test over all pairs of schemes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+
+import numpy as np
+
+from attention_priors.lab.intervals import CONFIDENCE
+from attention_priors.lab.report import estimates
+from attention_priors.lab.report.estimates import by_scheme
+from attention_priors.lab.report.table import ABSENT, Table
+from attention_priors.lab.report.wording import listing, percent, wording
+from attention_priors.lab.results import Frame, Results
+
+
+@dataclass(frozen=True)
+class Measure:
+    """One number per seed of each scheme.
+
+    Attributes:
+        title: Name of the measure.
+        values: Values by scheme, on a scale where seeds vary about equally. Larger is better.
+        written: Mean of each scheme, formatted.
+        least_variance: Variance that chance in the texts alone would give; a lower one is due to chance.
+    """
+
+    title: str
+    values: Mapping[str, Sequence[float]]
+    written: Mapping[str, str]
+    least_variance: float = 0.0
+
+    @property
+    def groups(self) -> dict[str, Sequence[float]]:
+        """Values of the schemes with at least two seeds and no missing value."""
+        return {name: own for name, own in self.values.items() if len(own) > 1 and np.isfinite(own).all()}
+
+
+def differences(results: Results) -> Table:
+    """Return, for each measure, the best scheme, the schemes level with it, and the worse schemes."""
+    found = [one for one in _measures(results) if len(one.groups) > 1]
+    lines = [_line(one, 1 - (1 - CONFIDENCE) / len(found)) for one in found]
+    header = ["measure", "best", "level with the best", "worse"]
+    return Table("differences", wording("differences", measures=len(found)), header, lines, words=4)
+
+
+def margin(values: Mapping[str, Sequence[float]], confidence: float, least_variance: float = 0.0) -> float:
+    """Return Tukey's honestly significant difference, for groups of one value each.
+
+    Groups of sizes ``m`` and ``n`` differ if their means are more than ``margin · √((1/m + 1/n) / 2)`` apart. The
+    variance is pooled over the better half of the groups: models that fail vary far more, or not at all.
+
+    Args:
+        values: At least two groups of at least two values.
+        confidence: Probability that no difference is found if all true means are equal.
+        least_variance: Lower bound of the variance.
+    """
+    better = sorted(values.values(), key=np.mean, reverse=True)[: len(values) // 2 + 1]
+    freedom = sum(len(group) - 1 for group in better)
+    variance = sum(float(np.var(group)) * len(group) for group in better) / freedom
+    return _studentized_range(confidence, len(values), freedom) * math.sqrt(max(variance, least_variance))
+
+
+@cache
+def _studentized_range(confidence: float, groups: int, freedom: int) -> float:
+    from scipy.stats import studentized_range  # takes most of a second to import
+
+    return float(studentized_range.ppf(confidence, groups, freedom))
+
+
+def _line(measure: Measure, confidence: float) -> list[str]:
+    groups = measure.groups
+    apart = margin(groups, confidence, measure.least_variance)
+    means = {name: float(np.mean(seeds)) for name, seeds in groups.items()}
+    best, *others = sorted(means, key=lambda name: -means[name])
+    level, worse = [], []
+    for name in others:
+        needed = apart * math.sqrt((1 / len(groups[best]) + 1 / len(groups[name])) / 2)
+        (worse if means[best] - means[name] > needed else level).append(f"{name} {measure.written[name]}")
+    return [measure.title, f"{best} {measure.written[best]}", *(listing(part) or ABSENT for part in (level, worse))]
+
+
+def _measures(results: Results) -> Iterator[Measure]:
+    yield from _shares("pass keys", estimates.own_passkeys(results))
+    for title, rows in estimates.by_task(results["retrieval"].dropna(subset="plan")):
+        yield from _shares(title, rows)
+    losses = results["perplexity"].dropna(subset="position")
+    yield from _losses("", losses[losses.plan.isna()], results)
+    for title, rows in estimates.by_text(losses):
+        yield from _losses(f"{title}: ", rows, results)
+    for length, rows in results["copying"].groupby("length"):
+        own = rows[rows.kind == "all"]
+        values = {name: [-loss for loss in each.nll - each.optimal_nll] for name, each in by_scheme(own)}
+        yield Measure(f"copying, {length} tokens", values, {name: f"{-np.mean(x):.3f}" for name, x in values.items()})
+    sizes = results["accuracy"].rename(columns={"size": "length"})
+    yield from _shares("accuracy", sizes, "pixels")
+
+
+def _shares(title: str, rows: Frame, unit: str = "tokens") -> Iterator[Measure]:
+    """Yield a measure for each length; a seed that had stopped before counts as 0."""
+    found = estimates.shares(rows, "scheme", "seed", "length")
+    seeds = found[["scheme", "seed"]].drop_duplicates()
+    for length, here in found.groupby("length"):
+        share = seeds.merge(here, how="left", on=["scheme", "seed"]).fillna({"share": 0.0})
+        # The arcsine of the root gives shares of n texts the variance 1/4n at any mean.
+        values = {name: [*np.arcsin(np.sqrt(own.share))] for name, own in by_scheme(share)}
+        written = {name: f"{percent(own.share.mean())} %" for name, own in by_scheme(share)}
+        yield Measure(f"{title}, {length} {unit}", values, written, 1 / (4 * here.trials.min()))
+
+
+def _losses(title: str, rows: Frame, results: Results) -> Iterator[Measure]:
+    """Yield a measure within the training length, and one at the farthest positions."""
+    measure = estimates.loss_measure(results)
+    lengths = {name: results.context_length(name) for name in estimates.schemes_in(rows)}
+    places = zip(rows.scheme, rows.position, strict=True)
+    within = [estimates.end_of_range(position) < lengths[name] for name, position in places]
+    far = rows.position.max()
+    for place, own in (("within training", rows[within]), (f"at {far:.0f} tokens", rows[rows.position == far])):
+        if len(own):
+            losses = {name: estimates.mean_losses(each) for name, each in by_scheme(own)}
+            written = {name: measure.written(measure.of(float(np.mean(each)))) for name, each in losses.items()}
+            values = {name: [-loss for loss in each] for name, each in losses.items()}
+            yield Measure(f"{title}{measure.name} {place}", values, written)
