@@ -71,6 +71,14 @@ def test_a_table_starts_as_the_generalized_gaussian_does(table: Prior) -> None:
     assert bool((far[2:] < -13).all())
 
 
+@pytest.mark.parametrize("table", [ClippedOffsets, RelativeBuckets])
+def test_a_table_without_memory_starts_later(table: type[ClippedOffsets] | type[RelativeBuckets]) -> None:
+    with torch.device("meta"):
+        made = table(4, init="neighbours")
+    made.to_empty(device="cpu").reset_parameters()
+    assert torch.equal(made.bias, table(4, init="neighbours").bias)
+
+
 def test_a_bucket_starts_with_its_smallest_distance() -> None:
     table = RelativeBuckets(2, num_buckets=8, max_distance=64, bidirectional=True, init="neighbours")
     # Buckets of each direction: 0, 1, 2 to 11, the rest.

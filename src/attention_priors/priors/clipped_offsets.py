@@ -60,7 +60,8 @@ class ClippedOffsets(Prior):
             if not isinstance(self.init, str):
                 self.bias.copy_(started(self.init, "bias", tuple(self.bias.shape)))
             elif self.init == "neighbours":
-                self.bias.copy_(neighbours_at(self.num_heads, -torch.arange(-self.max_offset, self.max_offset + 1)))
+                distance = torch.arange(self.max_offset, -self.max_offset - 1, -1, device="cpu")
+                self.bias.copy_(neighbours_at(self.num_heads, distance))
             else:
                 self.bias.normal_(std=0.02) if self.init == "normal" else self.bias.zero_()
 

@@ -213,14 +213,14 @@ def neighbours_at(num_heads: int, distance: Tensor) -> Tensor:
 
     Args:
         num_heads: number of heads, ``H``.
-        distance: ``i - j`` in tokens.
+        distance: ``i - j`` in tokens, on the CPU.
 
     Returns:
-        Log-prior in nats, ``(H, *distance.shape)``, on the CPU.
+        Log-prior in nats, ``(H, *distance.shape)``.
     """
-    with torch.device("cpu"):
+    with torch.device("cpu"):  # a table on "meta" has no values
         prior = GeneralizedGaussian(num_heads, init="neighbours", learn=False)
-    return prior.log_prior_at(distance.cpu()).clamp(min=-16.0)
+        return prior.log_prior_at(distance).clamp(min=-16.0)
 
 
 def _log_prior(theta_alpha: Tensor, beta: Tensor, theta_mu: Tensor, distance: Tensor) -> Tensor:
