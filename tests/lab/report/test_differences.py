@@ -8,7 +8,7 @@ import pytest
 from scipy.stats import tukey_hsd
 from study_rows import Rows, asked_row, loss_row, study
 
-from attention_priors.lab.report.differences import differences, margin
+from attention_priors.lab.report.differences import differences, significant_difference
 
 
 def lines(rows: Rows) -> dict[str, tuple[str, ...]]:
@@ -30,7 +30,7 @@ def test_two_groups_are_compared_as_scipy_does(sizes: tuple[int, int]) -> None:
     for shift in np.linspace(0, 6, 25):
         groups = {"a": [*draw.normal(shift, 1, sizes[0])], "b": [*draw.normal(0, 1, sizes[1])]}
         distance = abs(np.mean(groups["a"]) - np.mean(groups["b"]))
-        found.append(bool(distance > margin(groups, 0.95) * math.sqrt(sum(1 / n for n in sizes) / 2)))
+        found.append(bool(distance > significant_difference(groups, 0.95) * math.sqrt(sum(1 / n for n in sizes) / 2)))
         assert found[-1] == bool(tukey_hsd(*groups.values()).pvalue[0, 1] < 0.05)
     assert {*found} == {False, True}
 
@@ -44,7 +44,7 @@ def test_equal_schemes_are_seldom_told_apart(worst: float) -> None:
         groups = {str(group): [*draw.normal(0, 1, 3)] for group in range(6)}
         failed = {f"failed {group}": [*draw.normal(-50 * worst, worst, 3)] for group in range(5)} if worst > 1 else {}
         means = [np.mean(group) for group in groups.values()]
-        wrong += bool(max(means) - min(means) > margin(groups | failed, 0.95) / math.sqrt(3))
+        wrong += bool(max(means) - min(means) > significant_difference(groups | failed, 0.95) / math.sqrt(3))
     # The better half is chosen by the means, which loosens the test slightly.
     assert 0.005 * tables < wrong < 0.1 * tables
 

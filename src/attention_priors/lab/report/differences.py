@@ -47,10 +47,12 @@ def differences(results: Results) -> Table:
     return Table("differences", wording("differences", measures=len(found)), header, lines, words=4)
 
 
-def margin(values: Mapping[str, Sequence[float]], confidence: float, least_variance: float = 0.0) -> float:
-    """Return Tukey's honestly significant difference, for groups of one value each.
+def significant_difference(
+    values: Mapping[str, Sequence[float]], confidence: float, least_variance: float = 0.0
+) -> float:
+    """Return ``d``, Tukey's honestly significant difference for groups of one value each.
 
-    Groups of sizes ``m`` and ``n`` differ if their means are more than ``margin · √((1/m + 1/n) / 2)`` apart. The
+    Groups of sizes ``m`` and ``n`` differ if their means are more than ``d · √((1/m + 1/n) / 2)`` apart. The
     variance is pooled over the better half of the groups: models that fail vary far more, or not at all.
 
     Args:
@@ -73,7 +75,7 @@ def _studentized_range(confidence: float, groups: int, freedom: int) -> float:
 
 def _line(measure: Measure, confidence: float) -> list[str]:
     groups = measure.groups
-    apart = margin(groups, confidence, measure.least_variance)
+    apart = significant_difference(groups, confidence, measure.least_variance)
     means = {name: float(np.mean(seeds)) for name, seeds in groups.items()}
     best, *others = sorted(means, key=lambda name: -means[name])
     level, worse = [], []
