@@ -16,6 +16,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 CORE := tests/priors tests/encodings tests/attention
 PYTEST := $(BIN)/pytest --numprocesses auto --dist loadfile
+# Modules are compiled when they are first imported: pip would compile all of them, most for nothing, on one core.
+INSTALL := $(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt
+export PYTHONDONTWRITEBYTECODE :=
 
 RESULTS ?= runs/results
 BENCHMARKS ?= runs/benchmarks
@@ -31,11 +34,11 @@ $(BIN)/python:
 	$(BIN)/python -m pip install --quiet --upgrade "pip>=25.1"
 
 $(VENV)/lab: pyproject.toml constraints.txt | $(BIN)/python
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[lab,images]"
+	$(INSTALL) --editable ".[lab,images]"
 	touch $@
 
 $(VENV)/dev: $(VENV)/lab
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --group dev
+	$(INSTALL) --group dev
 	touch $@
 
 tour: $(VENV)/lab
@@ -49,7 +52,7 @@ pages: $(VENV)/lab
 	$(BIN)/python docs/catalogue.py
 
 $(VENV)/docs: $(VENV)/lab
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --group docs
+	$(INSTALL) --group docs
 	touch $@
 
 $(VENV)/checkpoints: $(VENV)/lab
@@ -61,7 +64,7 @@ docs: $(VENV)/docs $(VENV)/checkpoints
 	$(BIN)/sphinx-build --quiet --fail-on-warning --keep-going --fresh-env --doctree-dir runs/site-doctrees docs runs/site
 
 $(VENV)/genomes: $(VENV)/lab
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --group genomes
+	$(INSTALL) --group genomes
 	touch $@
 
 results: $(VENV)/genomes
@@ -71,7 +74,7 @@ results: $(VENV)/genomes
 	done; [ -z "$$failed" ] || { echo "failed:$$failed"; exit 1; }
 
 $(VENV)/peers: $(VENV)/lab
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --group peers
+	$(INSTALL) --group peers
 	touch $@
 
 benchmarks: $(VENV)/peers
