@@ -84,6 +84,9 @@ benchmarks: $(VENV)/peers
 	[ -e $(BENCHMARKS)/attached.json ] || $(BIN)/python benchmarks/attached.py --repetitions 15 --output $(BENCHMARKS)/attached.json
 
 tests core test-checkpoints test-deep docs: export OMP_NUM_THREADS := 1
+# glibc keeps freed memory instead of returning it to the kernel: 10 % less processor time.
+tests core test-checkpoints test-deep docs: export MALLOC_MMAP_THRESHOLD_ := 33554432
+tests core test-checkpoints test-deep docs: export MALLOC_TRIM_THRESHOLD_ := 536870912
 
 # The type check runs beside the tests, each on its own core.
 test: $(VENV)/dev

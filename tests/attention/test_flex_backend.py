@@ -270,7 +270,7 @@ def test_mods_work_in_a_custom_flex_attention() -> None:
         mask_mod = pytorch.or_masks(flex_mask_mod(prior, length, length), in_prefix)
         block_mask = pytorch.create_block_mask(mask_mod, None, None, length, length, device="cpu")
         query, key, value = torch.randn(3, 2, 2, length, 16)
-        attention = torch.compile(pytorch.flex_attention, dynamic=False)
+        attention: Any = pytorch.flex_attention  # a compilation takes seconds
         out = attention(query, key, value, score_mod=flex_score_mod(prior, length, length), block_mask=block_mask)
         hidden = (torch.arange(length) > torch.arange(length).unsqueeze(-1)) & (torch.arange(length) >= prefix)
         expected = attend(query, key, value, prior, causal=False, attn_mask=hidden)

@@ -61,6 +61,7 @@ def short_tour(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         patch.setattr(tour, "PLAN", SHORT_PLAN)
+        patch.setattr(tour, "LENGTHS", SHORT_PLAN.lengths)
         patch.setattr("webbrowser.open", lambda url: pytest.fail("a browser opens without a terminal"))
         first = CliRunner().invoke(app, ["tour"])
     assert first.exit_code == 0, first.output

@@ -77,8 +77,9 @@ def test_gradients_over_grids_match_the_dense_bias():
         torch.testing.assert_close(mine, theirs, rtol=2e-4, atol=2e-5)
 
 
-def test_flex_attention_matches_the_reference():
-    """Tests the score of a learned table, whose offset may be wrong. Compilation takes seconds."""
+def test_flex_attention_matches_the_reference(monkeypatch: pytest.MonkeyPatch):
+    """Tests the score of a learned table, whose offset may be wrong. Uncompiled: compilation takes seconds."""
+    monkeypatch.setattr(torch, "compile", lambda function, **options: function)
     _, error = run("flex-ggd", case("forward", 130))
     assert error < 3e-6
 
