@@ -84,7 +84,7 @@ benchmarks: $(VENV)/peers
 	[ -e $(BENCHMARKS)/attached.json ] || $(BIN)/python benchmarks/attached.py --repetitions 15 --output $(BENCHMARKS)/attached.json
 
 tests core test-checkpoints test-deep docs: export OMP_NUM_THREADS := 1
-# glibc keeps freed memory instead of returning it to the kernel: 10 % less processor time.
+# glibc keeps freed memory instead of returning it to the kernel: 2 to 10 % less processor time, depending on the tests.
 tests core test-checkpoints test-deep docs: export MALLOC_MMAP_THRESHOLD_ := 33554432
 tests core test-checkpoints test-deep docs: export MALLOC_TRIM_THRESHOLD_ := 536870912
 
