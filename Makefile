@@ -16,8 +16,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 CORE := tests/priors tests/encodings tests/attention
 PYTEST := $(BIN)/pytest --numprocesses auto --dist loadfile
-# Modules are compiled when they are first imported: pip would compile all of them, most for nothing, on one core.
+# Python compiles a module when it is first imported. pip would compile all of them, most for nothing, on one core.
 INSTALL := $(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt
+# Keep compiled modules also where the environment forbids it, as containers often do.
 export PYTHONDONTWRITEBYTECODE :=
 
 RESULTS ?= runs/results
