@@ -86,7 +86,7 @@ benchmarks: $(VENV)/peers
 
 tests core test-checkpoints test-deep docs: export OMP_NUM_THREADS := 1
 # glibc keeps freed memory instead of returning it to the kernel: 2 to 10 % less processor time, depending on the tests.
-tests core test-checkpoints test-deep docs: export MALLOC_MMAP_THRESHOLD_ := 33554432
+tests core test-checkpoints test-deep docs: export MALLOC_MMAP_THRESHOLD_ := 8388608
 tests core test-checkpoints test-deep docs: export MALLOC_TRIM_THRESHOLD_ := 536870912
 
 # The type check runs beside the tests, each on its own core.
@@ -96,6 +96,9 @@ test: $(VENV)/dev
 # Quick checks: lint, contracts, types of the source and of the core's tests, and the core's tests without the slow tests.
 check: $(VENV)/dev
 	$(MAKE) --no-print-directory --jobs=2 lint core TYPED="src $(CORE)"
+
+# Node's default of 16 MB for new objects is small for pyright: with 64 MB, it takes a third less processor time.
+lint: export NODE_OPTIONS := --max-semi-space-size=64
 
 # TYPED: folders for the type check. By default, it reads all folders.
 lint: $(VENV)/dev
