@@ -270,6 +270,27 @@ def test_axes_share_one_table(swept):
     assert {len(line) for line in shown.lines} == {len(shown.header)}
 
 
+def test_the_best_trial_has_the_most_pass_keys_then_the_lowest_loss():
+    """Trials with and without a logit scale compete apart. A length that was not reached counts as 0."""
+    found = {  # the shares at two lengths, and the loss
+        ("0.1", None): ((1.0, None), 2.0), ("0.2", None): ((0.7, 0.4), 3.0),
+        ("0.1", "ssmax"): ((1.0, 0.5), 3.0), ("0.2", "ssmax"): ((0.5, 1.0), 2.5), ("0.3", "ssmax"): ((0.9, 0.5), 1.0),
+    }  # fmt: skip
+    axes = {f"X {rate} {scale}": {"scheme": "X", "rate": rate, "scale": scale} for rate, scale in found}
+    recipe = {"schemes": {f"X {rate} {scale}": {"logit_scale": scale} for rate, scale in found}}
+    rows = study(recipe, {name: {"axes": own, "context_length": TRAINED} for name, own in axes.items()}, [0])
+    for name, (shares, loss) in zip(axes, found.values(), strict=True):
+        asked = [asked_row(n, 0.5, 10 * s, 10) for n, s in zip((128, 512), shares, strict=True) if s is not None]
+        rows += [row | {"scheme": name, "seed": 0} for row in (*asked, loss_row(1.5, loss, 8))]
+    without, scaled = table(rows, "best_trials").lines
+    assert [*map(str, without)] == ["X", "without", "rate=0.2, scale=None", "2", "55", "20.1"]
+    assert [*map(str, scaled)] == ["X", "with", "rate=0.2, scale=ssmax", "3", "75", "12.2"]
+
+
+def test_sweeps_around_a_base_have_no_best_trials(swept):
+    assert not table(swept, "best_trials").lines
+
+
 def test_schemes_without_pass_keys_keep_the_columns(swept):
     swept[:] = [row for row in swept if row["row"] != "retrieval" or row["scheme"] != "BAM"]
     found = line(table(swept, "axes"), "init", "uniform (base)")

@@ -91,6 +91,22 @@ def overview(results: Results) -> list[str]:
     return [e["scheme"] for e in results.schemes if _SWEPT not in e.get("axes", {}) or _is_base(e)]
 
 
+def trials(results: Results) -> dict[tuple[str, bool], dict[str, str]]:
+    """Return the trials of each scheme of a sweep without a base, apart for models without and with a logit scale.
+
+    Returns:
+        For each scheme and whether its trials have a logit scale: the settings of each trial, by its name.
+    """
+    found: dict[tuple[str, bool], dict[str, str]] = defaultdict(dict)
+    swept = [entry for entry in results.schemes if _SWEPT in entry.get("axes", {}) and "extended_from" not in entry]
+    if not any(map(_is_base, swept)):
+        for entry in swept:
+            scaled = bool(results.study["recipe"]["schemes"][entry["scheme"]].get("logit_scale"))
+            settings = ", ".join(f"{axis}={value}" for axis, value in entry["axes"].items() if axis != _SWEPT)
+            found[entry["axes"][_SWEPT], scaled][entry["scheme"]] = settings
+    return found
+
+
 def _others(entry: Mapping[str, Any], axis: str) -> tuple[Any, ...]:
     # A model before its extension is comparable with models that are never extended.
     stands = entry["axes"].items() - {("extension", "before")}

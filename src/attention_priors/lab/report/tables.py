@@ -15,7 +15,7 @@ import pandas as pd
 from attention_priors._io import number, write_bytes
 from attention_priors.lab.intervals import cut_to_share, over_seeds, wilson_interval
 from attention_priors.lab.report import estimates
-from attention_priors.lab.report.comparisons import comparisons
+from attention_priors.lab.report.comparisons import comparisons, trials
 from attention_priors.lab.report.differences import differences
 from attention_priors.lab.report.estimates import KINDS, NEAR, STRONG, by_scheme, over, own_passkeys
 from attention_priors.lab.report.table import ABSENT, Cell, Table
@@ -38,7 +38,8 @@ def tables(results: Results) -> dict[str, Table]:
     """Return every table of a study by name; tables without data have no lines."""
     makers = (
         accuracy, passkey, passkey_by_seed, perplexity, copying, retrieval, answer_tokens, plan_losses, completions,
-        needle_weights, timing, differences, axes, extension, head_counts, prior_mass, prior_reach, training, runs,
+        needle_weights, timing, differences, axes, best_trials, extension, head_counts, prior_mass, prior_reach,
+        training, runs,
     )  # fmt: skip
     return {table.name: table for table in (make(results) for make in makers)}
 
@@ -215,8 +216,12 @@ class Losses:
 
     def within_training(self, scheme: str) -> Cell:
         """Format a scheme's loss over the ranges of positions that end within its training length."""
+        return self.cell(self.rows_within_training(scheme))
+
+    def rows_within_training(self, scheme: str) -> Frame:
+        """Return a scheme's rows of the ranges of positions that end within its training length."""
         rows, length = self.rows[self.rows.scheme == scheme], self._results.context_length(scheme)
-        return self.cell(rows[[estimates.end_of_range(position) < length for position in rows.position]])
+        return rows[[estimates.end_of_range(position) < length for position in rows.position]]
 
     def cell(self, rows: Frame) -> Cell:
         """Format the loss of some rows of a scheme."""
@@ -429,6 +434,25 @@ def axes(results: Results) -> Table:
                 tail = dict.fromkeys(tail, "")
     words = wording("axes", lengths=[*lengths], has_losses=bool(within), measure=measure)
     return Table.across("axes", words, ["axis", "value", "over"], lengths | within | farthest, lines)
+
+
+def best_trials(results: Results) -> Table:
+    """Return each scheme's best trial in a sweep without a base: most pass keys, then the lowest loss in training."""
+    rows, losses, lines = own_passkeys(results), own_losses(results), []
+    by_length = estimates.shares(rows, "scheme", "length")
+    # A length that was not reached counts as 0.
+    shares = by_length.groupby("scheme", observed=True).share.sum() / max(1, rows.length.nunique())
+
+    def order(name: str) -> tuple[float, ...]:
+        return -shares[name], *estimates.mean_losses(losses.rows_within_training(name))
+
+    for (scheme, scaled), settings in trials(results).items():
+        if finished := [name for name in settings if name in shares]:
+            best = min(finished, key=order)
+            words = [scheme, "with" if scaled else "without", settings[best]]
+            lines.append([*words, str(len(finished)), percent(shares[best]), losses.within_training(best)])
+    header = ["scheme", "logit\nscale", "best setting", "trials", "share, %", f"{losses.measure.name}\nwithin training"]
+    return Table("best_trials", wording("best_trials", measure=losses.measure), header, lines, words=3)
 
 
 def _farthest(losses: Losses) -> dict[Any, str]:
