@@ -443,8 +443,9 @@ def best_trials(results: Results) -> Table:
     # A length that was not reached counts as 0.
     shares = by_length.groupby("scheme", observed=True).share.sum() / max(1, rows.length.nunique())
 
-    def order(name: str) -> tuple[float, ...]:
-        return -shares[name], *estimates.mean_losses(losses.rows_within_training(name))
+    def order(name: str) -> tuple[float, float]:
+        of_seeds = estimates.mean_losses(losses.rows_within_training(name))
+        return -shares[name], sum(of_seeds) / len(of_seeds) if of_seeds else math.inf
 
     for (scheme, scaled), settings in trials(results).items():
         if finished := [name for name in settings if name in shares]:
