@@ -137,6 +137,22 @@ def test_auto_chooses_triton_on_cuda() -> None:
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_results_on_cuda_repeat_bit_for_bit(dtype: torch.dtype) -> None:
+    """Many programs add to one table's gradient at the same time."""
+    torch.manual_seed(0)
+    query, key, value = torch.randn(3, 2, 8, 2000, 64).unbind()
+    case = place(Case(query, key, value, GeneralizedGaussian(8, learn=True), logit_scale=SSMax(8)).to(dtype), "cuda")
+    cotangents = Cotangents.of(*case.attend("triton"))
+    first, second = (compute(case, "triton", cotangents) for _ in range(2))
+    assert torch.equal(first.out, second.out)
+    assert torch.equal(first.lse, second.lse)
+    for name, grad in first.grads.items():
+        assert torch.equal(grad, second.grads[name]), name
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_default_blocks_on_cuda_need_linear_memory(head_dim: int, dtype: torch.dtype) -> None:
     """With default blocks, memory grows linearly with the length."""
