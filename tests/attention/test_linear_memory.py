@@ -6,6 +6,9 @@ from torch.profiler import ProfilerActivity, profile
 
 from attention_priors import GeneralizedGaussian, attend
 
+LENGTH = 3072
+"""At this length, blocks of a fixed size (16 MB) are smaller than half a matrix."""
+
 
 def largest_allocation(length: int, backend: str, **options: torch.Tensor) -> int:
     """Return the size in bytes of the largest allocation in a forward and backward pass."""
@@ -30,10 +33,9 @@ def largest_allocation(length: int, backend: str, **options: torch.Tensor) -> in
 @pytest.mark.slow
 def test_positions_with_random_gaps_need_linear_memory() -> None:
     """Almost every pair has a distinct distance, so a table of distances would be as large as a matrix."""
-    length = 4096
-    positions = torch.randint(1, 10**6, (length,), generator=torch.Generator().manual_seed(0)).cumsum(0)
+    positions = torch.randint(1, 10**6, (LENGTH,), generator=torch.Generator().manual_seed(0)).cumsum(0)
     options = {"query_positions": positions, "key_positions": positions}
-    assert largest_allocation(length, "toeplitz", **options) < 4 * length * length // 2
+    assert largest_allocation(LENGTH, "toeplitz", **options) < 4 * LENGTH**2 // 2
 
 
 @pytest.mark.deep
@@ -45,8 +47,7 @@ def test_16k_tokens_need_linear_memory() -> None:
 @pytest.mark.slow
 def test_blocks_have_one_size() -> None:
     """The size of blocks does not depend on the length."""
-    length = 4096
-    assert largest_allocation(length, "blockwise") < 4 * length * length // 2
+    assert largest_allocation(LENGTH, "blockwise") < 4 * LENGTH**2 // 2
 
 
 def test_the_measurement_sees_a_matrix() -> None:
