@@ -6,7 +6,7 @@ import pytest
 import torch
 from tiny_decoders import DISTINCT, VARIANTS, logits_of, tiny_decoder, tokens
 from torch import Tensor
-from transformers import DynamicCache, StaticCache
+from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, StaticCache
 
 from attention_priors import attend
 from attention_priors.models import PriorDecoderConfig, PriorDecoderForCausalLM
@@ -156,6 +156,17 @@ def test_grouped_queries_match_repeated_keys(heads: tuple[int, int]) -> None:
     full.load_state_dict(state)
     ids = tokens(2, LENGTH)
     assert_close(logits_of(grouped, ids), logits_of(full, ids))
+
+
+def test_rotary_decoders_match_llama() -> None:
+    sizes: dict[str, Any] = {"vocab_size": 50, "hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 2}
+    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "initializer_range": 0.3, "tie_word_embeddings": True}
+    llama = LlamaForCausalLM(LlamaConfig(**sizes)).double()
+    ours = PriorDecoderForCausalLM(PriorDecoderConfig(**sizes, encoding="rotary")).double()
+    ours.load_state_dict(llama.state_dict())
+    ids = tokens(2, LENGTH)
+    # transformers rotates in float32.
+    torch.testing.assert_close(logits_of(ours, ids), logits_of(llama, ids), rtol=1e-4, atol=1e-5)
 
 
 def test_embeddings_replace_tokens() -> None:
