@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from attention_priors.encodings import ENCODINGS
 from attention_priors.models import PriorDecoderConfig, PriorDecoderForCausalLM
@@ -133,7 +134,7 @@ def tokens(batch: int, length: int, seed: int = 0) -> Tensor:
 
 
 @torch.no_grad()
-def logits_of(model: PriorDecoderForCausalLM, ids: Tensor, **options: Any) -> Tensor:
+def logits_of(model: PreTrainedModel, ids: Tensor, **options: Any) -> Tensor:
     found = model(ids, use_cache=False, **options).logits
     assert found is not None
     return found
