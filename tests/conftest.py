@@ -48,7 +48,10 @@ def pytest_unconfigure() -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Deselect tests marked ``deep``, except in a deep run."""
+    """Deselect tests marked ``deep``, except in a deep run. Skip tests marked ``cuda`` without a CUDA device."""
+    for item in items if not torch.cuda.is_available() else ():
+        if item.get_closest_marker("cuda"):
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
     left_out = [] if DEEP else [item for item in items if item.get_closest_marker("deep")]
     if left_out:
         config.hook.pytest_deselected(items=left_out)

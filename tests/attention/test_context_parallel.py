@@ -220,7 +220,6 @@ def test_priors_on_grids_are_refused() -> None:
 
 
 @pytest.mark.cuda
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.usefixtures("alone")
 def test_cpu_index_works_with_cuda_queries() -> None:
     torch.manual_seed(0)

@@ -346,7 +346,6 @@ def test_flex_works_inside_a_compiled_function() -> None:
 
 
 @pytest.mark.cuda
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("name", WITHOUT_NETWORKS)
 def test_values_and_gradients_on_cuda(name: str) -> None:
     """Compiled forward and backward pass, log-sum-exp and gradients of parameters."""

@@ -123,7 +123,6 @@ def test_kernels_compute_every_tile(device: str) -> None:
 
 
 @pytest.mark.cuda
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_auto_chooses_triton_on_cuda() -> None:
     case = place(Case(X, X, X, Laplace(2)), "cuda")
     case.attend("auto")  # the first call of a variant checks its kernels
@@ -135,7 +134,6 @@ def test_auto_chooses_triton_on_cuda() -> None:
 
 
 @pytest.mark.cuda
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_results_on_cuda_repeat_bit_for_bit(dtype: torch.dtype) -> None:
     """Many programs add to one table's gradient at the same time."""
@@ -151,7 +149,6 @@ def test_results_on_cuda_repeat_bit_for_bit(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.cuda
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_default_blocks_on_cuda_need_linear_memory(head_dim: int, dtype: torch.dtype) -> None:
