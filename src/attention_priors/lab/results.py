@@ -58,7 +58,7 @@ FILE = "results.jsonl.gz"
 
 FIELDS = {
     "run": "train_seconds steps final_loss history evaluate_seconds stopped",
-    "retrieval": "plan task length depth trials correct token_accuracy tokens_right stopped",
+    "retrieval": "plan task length depth trials correct token_accuracy tokens_right margin stopped",
     "perplexity": "plan task length position nll tokens documents low high",
     "copying": "plan length kind nll optimal_nll expected_nll tokens",
     "completion": "plan length pieces continuations identity identity_low identity_high chance gc_correlation gc_low "

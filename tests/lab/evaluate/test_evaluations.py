@@ -106,7 +106,7 @@ def test_every_task_is_evaluated(kind: str, subjects: dict[str, Subject], plan: 
             if "tokens_right" in line:
                 assert len(line["tokens_right"]) == len(line["expected"][0])  # one token per digit
                 assert line["token_accuracy"] == pytest.approx(sum(line["tokens_right"]) / len(line["tokens_right"]))
-                assert line["score"] == all(line["tokens_right"])
+                assert line["score"] == all(line["tokens_right"]) == (min(line["margins"]) > 0)
     assert {len(line["expected"][0]) for line in results(tmp_path) if line["task"] == "passkey_8"} == {8}
     log = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
     assert [entry["task"] for entry in log] == [task for task in OF_TEXT if task != "timing"]

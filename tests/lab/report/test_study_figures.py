@@ -643,13 +643,27 @@ def test_losses_of_copies_are_drawn_above_the_optimum():
     assert titled(drawn(rows, "copying_by_length"))["all tokens"].get_ylim()[1] < 2  # wide bands are cut off
 
 
+def test_margins_are_drawn_by_seed():
+    rows = study({}, ["ALiBi", "BAM"])
+    for seed, length, of_texts in ((0, 512, (1.0, 3.0)), (0, 2048, (-1.0, 1.0)), (1, 512, (4.0,)), (1, 2048, (2.0,))):
+        own = {"scheme": "ALiBi", "seed": seed, "plan": "digits"}
+        rows += [asked_row(length, 0.5, 1, token_accuracy=1.0, margin=margin) | own for margin in of_texts]
+    figure = drawn(rows, "margins-digits-passkey")
+    lines = {line.get_gid(): list(points(line).values()) for line in figure.axes[0].lines}
+    assert lines["margin:ALiBi"] == pytest.approx([3, 1])
+    assert lines["seed:ALiBi:0"] == pytest.approx([2, 0])
+    assert lines["seed:ALiBi:1"] == pytest.approx([4, 2])
+    assert "margin:BAM" not in lines
+    assert "thin: single seeds" in figure.axes[0].get_ylabel()
+
+
 def test_attention_on_the_pass_key_is_drawn_by_seed():
     rows = attention_on_the_key()
     for shown_in in ({}, {"One": ["ALiBi"], "Other": ["BAM"]}):
         rows[0]["recipe"]["panels"] = shown_in
         figure = drawn(rows, "needle-weights-drowning")
         lines = {line.get_gid(): list(points(line).values()) for line in figure.axes[0].lines}
-        assert lines["needle_weight:ALiBi"] == pytest.approx([70, 45])
+        assert lines["weight:ALiBi"] == pytest.approx([70, 45])
         assert lines["seed:ALiBi:0"] == pytest.approx([80, 70])
         assert lines["seed:ALiBi:1"] == pytest.approx([60, 20])
         assert "thin: single seeds" in figure.axes[0].get_ylabel()

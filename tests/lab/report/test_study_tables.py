@@ -27,7 +27,7 @@ from attention_priors.lab.data import NUCLEOTIDES
 from attention_priors.lab.intervals import over_seeds, wilson_interval
 from attention_priors.lab.report.comparisons import comparisons, overview
 from attention_priors.lab.report.estimates import KINDS, best_shares, own_passkeys, shares_by_length
-from attention_priors.lab.report.table import Cell, Table
+from attention_priors.lab.report.table import ABSENT, Cell, Table
 from attention_priors.lab.report.tables import Losses, heads, passkey_overview, tables
 
 
@@ -201,6 +201,21 @@ def test_answers_are_shown_by_tokens_too():
     cells = line(tokens, "digits: passkey_8, answer's tokens", "ALiBi", "512")[3:]
     assert [cell.text for cell in cells] == ["75", *["100"] * 6, *["0"] * 2]
     assert cells[1].interval == "[51, 100]"  # Wilson's interval of 4 of 4
+    assert "margin" not in tokens.caption.lower()
+
+
+def test_margins_are_averaged_over_texts_and_then_over_seeds():
+    rows = study({}, ["ALiBi", "BAM"])
+    for seed, margins in zip(SEEDS, ((1.0, 3.0), (-2.0, 1.0)), strict=False):
+        rows += [plan_row("ALiBi", seed, 240, 8) | {"margin": margin} for margin in margins]
+    rows.append(plan_row("BAM", 0, 240, 8))
+    tokens = table(rows, "answer_tokens")
+    assert tokens.header[-1] == "margin"
+    assert "Margin: logit" in tokens.caption
+    mean, low, high = over_seeds([2.0, -0.5])
+    cell = Cell(f"{mean:.1f}", f"[{low:.1f}, {high:.1f}]")
+    assert line(tokens, "digits: passkey_8, answer's tokens", "ALiBi", "240")[-1] == cell
+    assert line(tokens, "digits: passkey_8, answer's tokens", "BAM", "240")[-1] == ABSENT
 
 
 def test_answers_without_tokens_show_only_the_share():

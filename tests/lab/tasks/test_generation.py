@@ -1,5 +1,6 @@
 """Greedy answers against transformers' ``generate``."""
 
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -81,10 +82,10 @@ def test_forced_predictions_match_greedy_decoding(models: dict[str, Any], kind: 
     prompts = _prompts(3)
     free = torch.tensor(continue_texts(models[kind], prompts, 5, chunk=16))
     for chunk in (1, 3, 64):
-        assert torch.equal(forced_predictions(models[kind], prompts, free, chunk=chunk), free)
+        assert torch.equal(forced_predictions(models[kind], prompts, free, chunk=chunk)[0], free)
     wrong = free.clone()
     wrong[1, 2] = (wrong[1, 2] + 1) % 400
-    found = forced_predictions(models[kind], prompts, wrong, chunk=16)
+    found, margins = forced_predictions(models[kind], prompts, wrong, chunk=16)
     assert (found == wrong).all(1).tolist() == [True, False, True]
     assert (found == wrong)[1, :2].all()
     assert not (found == wrong)[1, 2]
@@ -92,6 +93,11 @@ def test_forced_predictions_match_greedy_decoding(models: dict[str, Any], kind: 
     with torch.no_grad():
         logits = models[kind](torch.cat([prompts, wrong], dim=1)).logits[:, 39:-1]
     assert torch.equal(found, logits.argmax(-1))
+    assert torch.equal(found == wrong, margins > 0)
+    for text, place in product(range(3), range(5)):
+        true = int(wrong[text, place])
+        others = torch.cat([logits[text, place, :true], logits[text, place, true + 1 :]])
+        assert float(margins[text, place]) == pytest.approx(float(logits[text, place, true] - others.max()), abs=1e-4)
 
 
 def test_reading_is_reported(models: dict[str, Any]):

@@ -57,11 +57,11 @@ def test_right_answers_match_generate(name: str):
         generate: Any = model.generate  # pyright: ignore[reportAttributeAccessIssue]
         answer = generate(prompt, max_new_tokens=5, do_sample=False)[:, 20:]
         for chunk in (1, 7, 64):
-            assert torch.equal(forced_predictions(model, prompt, answer, chunk=chunk), answer)
+            assert torch.equal(forced_predictions(model, prompt, answer, chunk=chunk)[0], answer)
             for digit in range(5):
                 wrong = answer.clone()
                 wrong[0, digit] = (wrong[0, digit] + 1) % model.config.vocab_size
-                assert not torch.equal(forced_predictions(model, prompt, wrong, chunk=chunk), wrong)
+                assert not torch.equal(forced_predictions(model, prompt, wrong, chunk=chunk)[0], wrong)
 
 
 @pytest.mark.parametrize("chunk", [1, 3, 5, 1000])
@@ -76,10 +76,13 @@ def test_all_five_digits_must_be_right(make: Make, chunk: int):
         return found
 
     right = {"depth": 0.5, "tokens": 200, "score": 1.0, "output": key, "token_accuracy": 1.0}
-    assert record() == right | {"tokens_right": [True] * 5, "expected": [key]}
+    found = record()
+    assert min(found.pop("margins")) > 0
+    assert found == right | {"tokens_right": [True] * 5, "expected": [key]}
     for place in range(200, 205):
         found = record(place)
         assert (found["score"], found["token_accuracy"]) == (0.0, 0.8)
+        assert found["tokens_right"] == [margin > 0 for margin in found["margins"]]
         assert found["tokens_right"] == [index != place for index in range(200, 205)]
     # Only the digits count.
     assert record(*range(200))["score"] == 1

@@ -8,6 +8,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from attention_priors._io import number
 from attention_priors.lab.evaluate.records import Record
 from attention_priors.lab.intervals import Interval, mean_interval, wilson_interval
@@ -24,6 +26,9 @@ class AtDepth(NamedTuple):
     tokens_right: list[int] | None
     """Number of right predictions of each token of the answer, from first to last. None if the answer is not unique,
     and in old results without these counts."""
+    margin: float | None
+    """Mean over texts of the answer's smallest margin, in logits: the logit of a right token minus the largest logit of
+    another. None where ``tokens_right`` is None, and in old results."""
 
 
 class AtPosition(NamedTuple):
@@ -51,6 +56,8 @@ class Accuracy:
     """Share of the answers' tokens that are predicted correctly; None if the answer is not unique."""
     tokens_right: list[int] | None
     """Number of right predictions of each token of the answer (:attr:`AtDepth.tokens_right`)."""
+    margin: float | None
+    """Mean smallest margin of the answers (:attr:`AtDepth.margin`)."""
     by_depth: dict[float, AtDepth]
     """Accuracy at each depth; empty if texts have several depths or none."""
     stopped: str | None
@@ -156,7 +163,8 @@ class Summary:
         """
         for one in self.accuracies:
             ends = _ends(one.interval, "low", "high")
-            yield _row("retrieval", one, "task", "trials", "mean", "token_accuracy", "tokens_right", "stopped", **ends)
+            fields = "task", "trials", "mean", "token_accuracy", "tokens_right", "margin", "stopped"
+            yield _row("retrieval", one, *fields, **ends)
         for row in self.rows():
             if row["row"] != "retrieval" and row.get("position") is None:
                 yield row
@@ -164,12 +172,11 @@ class Summary:
     def rows(self) -> Iterator[dict[str, Any]]:
         """Yield the results as rows of :mod:`attention_priors.lab.results`, without plan, scheme and seed."""
         for one in self.accuracies:
-            whole = AtDepth(one.mean, one.trials, one.token_accuracy, one.tokens_right)
+            whole = AtDepth(one.mean, one.trials, one.token_accuracy, one.tokens_right, one.margin)
             for depth, at in (one.by_depth or {None: whole}).items():
                 score = {"trials": at.trials, "correct": at.mean * at.trials, "token_accuracy": at.token_accuracy}
-                yield _row(
-                    "retrieval", one, "task", depth=depth, **score, tokens_right=at.tokens_right, stopped=one.stopped
-                )
+                score |= {"tokens_right": at.tokens_right, "margin": at.margin}
+                yield _row("retrieval", one, "task", depth=depth, **score, stopped=one.stopped)
         for one in self.losses:
             ends = _ends(one.interval, "low", "high")
             yield _row("perplexity", one, "task", "nll", "tokens", "documents", position=None, **ends)
@@ -251,6 +258,7 @@ def _accuracy(lines: Sequence[Record], stopped: str | None) -> Accuracy:
         interval=wilson_interval(math.fsum(line["score"] for line in lines), whole.trials),
         token_accuracy=whole.token_accuracy,
         tokens_right=whole.tokens_right,
+        margin=whole.margin,
         by_depth={place: _scores(found) for place, found in of_depth.items()},
         stopped=stopped,
     )
@@ -259,11 +267,13 @@ def _accuracy(lines: Sequence[Record], stopped: str | None) -> Accuracy:
 def _scores(lines: Sequence[Record]) -> AtDepth:
     shares = [line["token_accuracy"] for line in lines if "token_accuracy" in line]
     right = [line.get("tokens_right") for line in lines]
+    margins = [float(np.min([*map(number, line["margins"])])) for line in lines if "margins" in line]
     return AtDepth(
         mean=statistics.fmean(line["score"] for line in lines),
         trials=len(lines),
         token_accuracy=statistics.fmean(shares) if shares else None,
         tokens_right=None if None in right else [sum(place) for place in zip(*right, strict=True)],
+        margin=statistics.fmean(margins) if len(margins) == len(lines) else None,
     )
 
 

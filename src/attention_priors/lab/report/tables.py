@@ -158,8 +158,10 @@ def answer_tokens(results: Results) -> Table:
         for name, own in by_scheme(task)
         for length, here in own.groupby("length")
     ]
-    first, columns = ["plan and task", "scheme", "length"], {"all": "all"} | columns_of(places)
-    return Table.across("answer_tokens", wording("answer_tokens"), first, columns, lines, words=2)
+    margins = bool(rows.margin.notna().any())
+    columns = {"all": "all"} | columns_of(places) | ({"margin": "margin"} if margins else {})
+    first, about = ["plan and task", "scheme", "length"], wording("answer_tokens", margins=margins)
+    return Table.across("answer_tokens", about, first, columns, lines, words=2)
 
 
 def _tokens(rows: Frame) -> dict[Any, Cell]:
@@ -170,6 +172,9 @@ def _tokens(rows: Frame) -> dict[Any, Cell]:
     # Places that some texts lack are left out.
     for place, counts in enumerate(zip(*rows.tokens_right, strict=False), start=1):
         cells[place] = Cell.of_share((sum(counts) / trials, *wilson_interval(sum(counts), trials)))
+    if rows.margin.notna().all():
+        margins = [np.average(own.margin, weights=own.trials) for _, own in rows.groupby("seed")]
+        cells["margin"] = Cell.of(over_seeds(margins), "{:.1f}".format)
     return cells
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Iterator, Sequence
 
 import torch
@@ -64,8 +65,8 @@ def forced_predictions(
     *,
     chunk: int,
     on_tokens: Callable[[int], None] = lambda count: None,
-) -> Tensor:
-    """Return the likeliest token at each position of the answers, given the true answer tokens before it, ``(B, A)``.
+) -> tuple[Tensor, Tensor]:
+    """Predict each token of the answers, given the true answer tokens before it.
 
     Greedy decoding gives exactly the answer if and only if all predictions are right, so one pass is enough.
 
@@ -76,12 +77,19 @@ def forced_predictions(
         chunk: Tokens per forward pass.
         on_tokens: Called with the number of tokens of each text read so far.
 
+    Returns:
+        The likeliest tokens ``(B, A)``, and the margins ``(B, A)``: the logit of the true token minus the largest logit
+        of another token.
+
     Raises:
         ValueError: the model gives logits that are not finite, for example because half precision overflows.
     """
     tokens = torch.cat([prompts, answers[:, :-1]], dim=1)
     parts = chunked_logits(model, tokens, chunk=chunk, keep=answers.shape[1], on_tokens=on_tokens)
-    return torch.cat([likeliest(logits) for logits in parts], dim=1).cpu()
+    logits = torch.cat([*parts], dim=1)
+    true = answers[..., None].to(logits.device)
+    margins = logits.gather(-1, true) - logits.scatter(-1, true, -math.inf).amax(-1, keepdim=True)
+    return likeliest(logits).cpu(), margins[..., 0].float().cpu()
 
 
 def likeliest(logits: Tensor) -> Tensor:

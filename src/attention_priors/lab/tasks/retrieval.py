@@ -159,7 +159,7 @@ class Retrieval(Task):
         answers = [question.answer for question in questions if question.answer is not None]
         if len(answers) == len(questions):
             expected = torch.stack(answers)
-            found = forced_predictions(model, prompts, expected, chunk=chunk, on_tokens=on_tokens)
+            found, margins = forced_predictions(model, prompts, expected, chunk=chunk, on_tokens=on_tokens)
             right = found == expected
             return [
                 {
@@ -167,8 +167,9 @@ class Retrieval(Task):
                     "output": self._decoded(tokens),
                     "token_accuracy": round(statistics.fmean(ok.tolist()), 7),
                     "tokens_right": ok.tolist(),
+                    "margins": [round(margin, 4) for margin in of_tokens],
                 }
-                for ok, tokens in zip(right, found.tolist(), strict=True)
+                for ok, tokens, of_tokens in zip(right, found.tolist(), margins.tolist(), strict=True)
             ]
         longest = max(question.new_tokens for question in questions)
         texts = continue_texts(model, prompts, longest, chunk=chunk, stop=self.subject.ends(), on_tokens=on_tokens)

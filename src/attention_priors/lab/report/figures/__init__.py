@@ -21,7 +21,7 @@ from attention_priors.lab.results import Frame, Results
 
 FILES = (
     "(accuracy_by_size|prior_maps|passkey_by_length|passkey_heatmap|perplexity_by_position|copying_by_length|retrieval|"
-    "losses|needle-weights|prior_curves|prior_terms|prior_logits|prior_weights|prior_reach|sink_mass|"
+    "margins|losses|needle-weights|prior_curves|prior_terms|prior_logits|prior_weights|prior_reach|sink_mass|"
     "(longest|passkey|perplexity|theta|logit_scales)_by_axis|theta_scatter|logit_scale_histogram)([_-].*)?"
 )
 """Regular expression of the figures' file names, without the extension."""
@@ -117,6 +117,8 @@ def _illustrations(results: Results) -> Iterator[Illustration]:
         for task, own in by_task(rows):
             title, draw = f"{task}{suffix}", curves.scores_by_length
             yield plan("retrieval", "retrieval_by_length", title, draw, own, title, measure, measure=measure)
+    for task, own in by_task(scores[scores.margin.notna()]):
+        yield plan("margins", "margins_by_length", task, curves.margins_by_length, own, task)
     for task, own in by_task(scores):
         stem = f"retrieval_heatmap_{_plain(task)}"
         yield from each("retrieval_heatmap", partial(heatmap, f"score in {task}", own), own, stem=stem, title=task)

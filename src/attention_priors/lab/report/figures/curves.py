@@ -250,30 +250,55 @@ def copying_by_length(results: Results) -> Figure | None:
     return figure
 
 
-# ---- attention
+# ---- margins and attention
+
+
+def margins_by_length(results: Results, rows: Frame, title: str) -> Figure | None:
+    """Draw the answers' smallest margins: mean over seeds, and thin lines for single seeds.
+
+    Args:
+        results: Results that contain the rows.
+        rows: Retrieval rows of one task, each with a margin.
+        title: Title of the figure.
+    """
+    rows = rows.assign(total=rows.margin * rows.trials)
+    sums = rows.groupby(["scheme", "seed", "length"], observed=True)[["total", "trials"]].sum().reset_index()
+    sums["margin"] = sums.total / sums.trials
+    return _means_by_length(results, sums, "margin", "smallest margin of an answer, logits", None, title)
 
 
 def needle_weight_by_length(results: Results, plan: str) -> Figure | None:
     """Draw the leading head's weight on the pass key: mean over seeds, and thin lines for single seeds."""
     rows = results["needle_weight"]
     rows = estimates.leading_heads(rows[rows.plan == plan])
+    rows = rows.assign(weight=100 * rows.weight)
+    return _means_by_length(results, rows, "weight", "attention on the pass key, %", _PERCENT)
+
+
+def _means_by_length(
+    results: Results, rows: Frame, column: str, words: str, limits: tuple[float, float] | None, title: str = ""
+) -> Figure | None:
+    """Draw a column's mean over seeds against length, and thin lines for single seeds."""
 
     def draw(axes: Axes, shown: Looks, panel: bool) -> list[Artist]:
         for name, look in shown.items():
-            own = rows[rows.scheme == name].assign(weight=lambda found: 100 * found.weight)
-            points = estimates.points(over(own, "length", "weight"))
-            _curve(axes, points, look, name, band=False, gid=f"needle_weight:{name}")
+            own = rows[rows.scheme == name]
+            points = estimates.points(over(own, "length", column))
+            _curve(axes, points, look, name, band=False, gid=f"{column}:{name}")
             for seed, of_seed in own.groupby("seed") if own.seed.nunique() > 1 else ():
-                _seed(axes, of_seed.length, of_seed.weight, look, f"seed:{name}:{seed}")
-        axes.set_ylim(*_PERCENT)
+                _seed(axes, of_seed.length, of_seed[column], look, f"seed:{name}:{seed}")
+        if limits is None:
+            axes.axhline(0, color="black", linewidth=0.8, zorder=2)
+        else:
+            axes.set_ylim(*limits)
         notes = "\n(thin: single seeds)" if _several_seeds(rows, shown) else ""
-        axes.set_ylabel(f"attention on the pass key, %{notes}", fontsize=9 if panel else None)
+        axes.set_ylabel(words + notes, fontsize=9 if panel else None)
         axes.set_xlabel("length of the text, tokens", fontsize=9 if panel else None)
         lengths = sorted(rows.length.unique())
         scales.token_axis(axes, lengths, (lengths[0], lengths[-1]), _trained(results, shown), panel)
         return [training_key()]
 
-    return layout.figure_of(results, schemes_in(rows), draw)
+    return layout.figure_of(results, schemes_in(rows), draw, title)
 
 
 def sink_mass(results: Results) -> Figure | None:
