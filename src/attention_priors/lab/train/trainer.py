@@ -404,7 +404,7 @@ def make_optimizer(model: nn.Module, settings: OptimizationSettings) -> torch.op
     groups = parameter_groups(model, settings)
     if settings.optimizer == "radam":
         return torch.optim.RAdam(groups, betas=settings.betas, eps=settings.epsilon, decoupled_weight_decay=True)
-    return torch.optim.AdamW(groups, betas=settings.betas, eps=settings.epsilon)
+    return torch.optim.AdamW(groups, betas=settings.betas, eps=settings.epsilon, fused=True)
 
 
 def shard_priors(model: nn.Module, mesh: DeviceMesh | None = None) -> None:
