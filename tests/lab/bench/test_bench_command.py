@@ -71,6 +71,13 @@ def test_invalid_recipes_are_named():
     assert "parts.0.way: unknown key (value ['plain']); allowed here are lengths, passes, ways" in output
 
 
+def test_a_cuda_graph_needs_a_gpu():
+    Path("wrong.yaml").write_text("cuda_graph: true\nparts: [{lengths: [64], ways: [plain]}]\n")
+    code, output = invoke("wrong.yaml")
+    assert code == 1
+    assert "cuda_graph needs device: cuda; the device is 'cpu'" in output
+
+
 def test_unwritable_outputs_raise_one_line():
     Path("mine").write_text("a file in the way")
     code, output = invoke(*SMALL, "--lengths", "16", "--output", "mine")

@@ -51,7 +51,10 @@ class Runner:
     """Passes per measurement."""
     error: float = math.nan
     """Largest difference from the reference, relative to the largest output."""
+    in_graph: bool = False
+    """Whether :meth:`warm_up` captures a pass as a CUDA graph, which is then measured."""
     _gradient: Tensor | None = field(default=None, repr=False)
+    _graph: torch.cuda.CUDAGraph | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         if self.case.backward:
@@ -78,14 +81,32 @@ class Runner:
                 f"outputs differ from the reference by {self.error:.2g} of the largest; "
                 f"expected at most {LARGEST_ERROR}"
             )
+        if self.in_graph:
+            self._capture()
         seconds = self.measure()
         if compiled or seconds < 50 * SHORTEST:
             # The first backward pass also loads libraries and compiles.
             seconds = self.measure()
         self.calls = min(MOST_CALLS, max(1, math.ceil(SHORTEST / seconds)))
 
+    def _capture(self) -> None:
+        """Capture a pass, after passes on another stream that fill all caches, as PyTorch requires."""
+        others = torch.cuda.Stream()
+        others.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(others):
+            for _ in range(3):
+                self.one_pass()
+        torch.cuda.current_stream().wait_stream(others)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            self.one_pass()
+        self._graph = graph
+
     def one_pass(self) -> None:
-        """Run one pass."""
+        """Run one pass, or replay it if it was captured."""
+        if self._graph is not None:
+            self._graph.replay()
+            return
         with torch.set_grad_enabled(self.case.backward):
             out = self.prepared.run()
         if self.case.backward:

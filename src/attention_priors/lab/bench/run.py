@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import torch
-from pydantic import Field, ValidationError, field_validator
+from pydantic import Field, ValidationError, field_validator, model_validator
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
 
@@ -89,6 +89,8 @@ class BenchRecipe(Strict):
     """Dimension of a head."""
     repetitions: int = Field(default=9, gt=0)
     """Number of times that each way is measured, interleaved with the others."""
+    cuda_graph: bool = False
+    """Whether passes are captured as CUDA graphs and replayed, so that the time to start kernels does not count."""
     neighbours: int = Field(default=0, ge=0)
     """Number of processes that each keep a core busy. Every repetition is measured without and then beside them."""
     seed: int = Field(default=0, ge=0, lt=2**32)
@@ -108,6 +110,12 @@ class BenchRecipe(Strict):
         if kind == "cuda" and not torch.cuda.is_available():
             raise ValueError(f"device is {device!r}, but PyTorch sees no CUDA device")
         return device
+
+    @model_validator(mode="after")
+    def _graph_on_cuda(self) -> BenchRecipe:
+        if self.cuda_graph and torch.device(self.device).type != "cuda":
+            raise ValueError(f"cuda_graph needs device: cuda; the device is {self.device!r}")
+        return self
 
     def plan(self) -> dict[tuple[Pass, int], list[str]]:
         """Return the ways of each pass and length, with their baselines, in the order of the catalogue."""
@@ -306,7 +314,7 @@ class _Bench:
             way = WAYS[name]
             self._say(case, f"warming up {way.label}")
             try:
-                runner = Runner(case, way.prepare(case, inputs))
+                runner = Runner(case, way.prepare(case, inputs), in_graph=self.recipe.cuda_graph)
                 runner.warm_up(compiled=way.compiled)
             # Any error of a contender is recorded as its result.
             except Exception as error:
