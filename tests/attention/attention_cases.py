@@ -116,7 +116,7 @@ def prior_descriptions(draw: st.DrawFn, name: str, causal: bool) -> dict[str, An
     if name == "radial":
         over = description["prior"]
         over["learn"] = [each for each in Radial.over[over["name"]].learnable if each != "mu"]
-        if over.get("init") in ("neighbours", "phrases"):
+        if over.get("init") in ("neighbours", "previous", "phrases"):
             over["init"] = "spread"  # a distance has neither sign nor location
     if name == "key_sink" and not causal:
         description["learn"] = ["gain", "bump", "mlp"]

@@ -194,6 +194,17 @@ def test_neighbours_init_peaks_at_previous_tokens():
     ]
 
 
+def test_previous_init_has_neighbours_alone():
+    free = GeneralizedGaussian(3, init="previous")
+    for prior in (free, GeneralizedGaussian(3, init="previous", keep_sign=True)):
+        torch.testing.assert_close(prior.beta, torch.ones(3))
+        torch.testing.assert_close(prior.mu, torch.tensor([-1.0, -2.0, -3.0]))
+        assert prior.theta_alpha.tolist() == [0.0] * 3
+    distance = torch.arange(20)
+    near = GeneralizedGaussian(6, init="neighbours").log_prior_at(distance)[3:]
+    torch.testing.assert_close(free.log_prior_at(distance), near)
+
+
 def test_phrases_init_has_neighbours_and_a_window_of_twenty_tokens():
     near, phrases = GeneralizedGaussian(6, init="neighbours"), GeneralizedGaussian(6, init="phrases", keep_sign=True)
     assert torch.allclose(phrases.beta, torch.tensor([-0.5, -0.5, -0.5, 1, 1, 2]))
@@ -235,7 +246,8 @@ def test_uniform_init_gives_alpha_no_gradient_until_beta_moves():
 
 
 @pytest.mark.parametrize(
-    ("init", "heads"), [("laplace", 6), ("roles", 6), ("neighbours", 6), ("phrases", 6), ("spread", 6), ("spread", 12)]
+    ("init", "heads"),
+    [("laplace", 6), ("roles", 6), ("neighbours", 6), ("previous", 6), ("phrases", 6), ("spread", 6), ("spread", 12)],
 )
 def test_keep_sign_starts_at_the_same_shape(init: str, heads: int):
     free, kept = starts(init, heads), starts(init, heads, keep_sign=True)
@@ -250,7 +262,7 @@ def test_keep_sign_starts_at_the_same_shape(init: str, heads: int):
 
 
 @thorough
-@given(st.floats(-1e6, 1e6, width=32), st.sampled_from(["laplace", "spread", "roles", "neighbours", "phrases"]))
+@given(st.floats(-1e6, 1e6, width=32), st.sampled_from(GeneralizedGaussian.signed_inits))
 def test_keep_sign_keeps_the_sign_of_every_head_for_any_parameters(raw: float, init: str):
     prior = GeneralizedGaussian(6, init=init, keep_sign=True)
     before = torch.sign(prior.beta)
@@ -276,7 +288,7 @@ def test_keep_sign_enters_the_log_prior():
 @pytest.mark.parametrize("init", ["uniform", "linear", "sampled"])
 def test_keep_sign_needs_a_definite_sign(init: str):
     with pytest.raises(
-        ValueError, match=rf"keep_sign=True .*laplace, spread, roles, neighbours, phrases.*init='{init}'"
+        ValueError, match=rf"keep_sign=True .*laplace, spread, roles, neighbours, previous, phrases.*init='{init}'"
     ):
         GeneralizedGaussian(4, init=init, keep_sign=True)
 

@@ -69,6 +69,8 @@ class GeneralizedGaussian(Prior):
               from 1/2 to 1/16). Added by this library.
             - ``neighbours``: the first half of the heads retrieve, as in ``roles``. The others look at the first,
               second, third, ... token before the query (β = 1, θα = 0, μ = -1, -2, -3, ...). Added by this library.
+            - ``previous``: all heads look at the first, second, third, ... token before the query. For layers below
+              layers with retrieval heads. Added by this library.
             - ``phrases``: as ``neighbours``, but the last head looks at the last phrase, a Gaussian over 20 tokens
               (β = 2, α = 20). Fixed heads (``learn=False``) tell keys of several tokens apart. Added by this library.
             - ``sampled``: θα, β ~ N(0, 1).
@@ -83,8 +85,8 @@ class GeneralizedGaussian(Prior):
     name = "generalized_gaussian"
     structure = Structure.STATIONARY
     learnable = ("alpha", "beta", "mu")
-    inits = ("uniform", "laplace", "linear", "spread", "roles", "neighbours", "phrases", "sampled")
-    signed_inits = ("laplace", "spread", "roles", "neighbours", "phrases")
+    inits = ("uniform", "laplace", "linear", "spread", "roles", "neighbours", "previous", "phrases", "sampled")
+    signed_inits = ("laplace", "spread", "roles", "neighbours", "previous", "phrases")
     """Names of ``init`` that start every head with a definite sign of β."""
 
     def __init__(
@@ -137,8 +139,8 @@ class GeneralizedGaussian(Prior):
             return zero, torch.linspace(0, 1, heads, **options), zero
         if self.init == "spread":
             return zero, torch.linspace(-0.5, 1, heads, **options), zero
-        if self.init in ("roles", "neighbours", "phrases"):
-            retrieval = heads // 2
+        if self.init in ("roles", "neighbours", "previous", "phrases"):
+            retrieval = 0 if self.init == "previous" else heads // 2
             theta_alpha, mu = zero.clone(), zero.clone()
             beta = torch.ones(heads, **options)
             beta[:retrieval] = -0.5
