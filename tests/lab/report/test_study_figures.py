@@ -654,6 +654,9 @@ def test_margins_are_drawn_by_seed():
     assert lines["seed:ALiBi:0"] == pytest.approx([2, 0])
     assert lines["seed:ALiBi:1"] == pytest.approx([4, 2])
     assert "margin:BAM" not in lines
+    for row in rows:
+        row |= {"plan": None} if "plan" in row else {}
+    assert by_gid(drawn(rows, "passkey_margins").axes[0], "margin:ALiBi")
     assert "thin: single seeds" in figure.axes[0].get_ylabel()
 
 

@@ -20,7 +20,7 @@ from attention_priors.lab.report.wording import listing, wording
 from attention_priors.lab.results import Frame, Results
 
 FILES = (
-    "(accuracy_by_size|prior_maps|passkey_by_length|passkey_heatmap|perplexity_by_position|copying_by_length|retrieval|"
+    "(accuracy_by_size|prior_maps|passkey_(by_length|margins|heatmap)|perplexity_by_position|copying_by_length|retrieval|"
     "margins|losses|needle-weights|prior_curves|prior_terms|prior_logits|prior_weights|prior_reach|sink_mass|"
     "(longest|passkey|perplexity|theta|logit_scales)_by_axis|theta_scatter|logit_scale_histogram)([_-].*)?"
 )
@@ -108,6 +108,7 @@ def _illustrations(results: Results) -> Iterator[Illustration]:
     for one in each("prior_maps", heads.prior_maps, results["prior_map"]):
         yield replace(one, stem=one.stem[: len("prior_maps_00")])
     yield whole("passkey_by_length", partial(curves.scores_by_length, rows=passkeys), passkeys)
+    yield whole("passkey_margins", partial(curves.margins_by_length, rows=passkeys), passkeys)
     yield from each("passkey_heatmap", partial(heatmap, "pass keys retrieved", passkeys), passkeys)
     yield whole("perplexity_by_position", partial(curves.losses_by_position, rows=own_texts), own_texts)
     yield whole("copying_by_length", curves.copying_by_length, results["copying"])

@@ -253,14 +253,15 @@ def copying_by_length(results: Results) -> Figure | None:
 # ---- margins and attention
 
 
-def margins_by_length(results: Results, rows: Frame, title: str) -> Figure | None:
+def margins_by_length(results: Results, rows: Frame, title: str = "") -> Figure | None:
     """Draw the answers' smallest margins: mean over seeds, and thin lines for single seeds.
 
     Args:
         results: Results that contain the rows.
-        rows: Retrieval rows of one task, each with a margin.
+        rows: Retrieval rows of one task. Rows without a margin are left out.
         title: Title of the figure.
     """
+    rows = rows[rows.margin.notna()]
     rows = rows.assign(total=rows.margin * rows.trials)
     sums = rows.groupby(["scheme", "seed", "length"], observed=True)[["total", "trials"]].sum().reset_index()
     sums["margin"] = sums.total / sums.trials
