@@ -1,4 +1,4 @@
-"""Parts of large problems on separate threads give the same numbers, bit for bit."""
+"""Parts of large problems on separate threads give the numbers of a single thread, bit for bit."""
 
 import math
 import os
@@ -56,7 +56,11 @@ def numbers(at_once: bool, prior: Prior | None = None, **options: Any) -> list[T
 def test_threads_give_bitwise_equal_results(options: dict[str, Any]) -> None:
     if "key_padding_mask" in options:
         options = {"key_padding_mask": options["key_padding_mask"].expand(2, -1)}
-    for alone, shared in zip(numbers(False, **options), numbers(True, **options), strict=True):
+    # On some processors, a matrix product differs in its last digit with the number of threads.
+    torch.set_num_threads(1)
+    one_after_another = numbers(False, **options)
+    torch.set_num_threads(2)
+    for alone, shared in zip(one_after_another, numbers(True, **options), strict=True):
         assert torch.equal(alone, shared)
 
 
