@@ -183,10 +183,10 @@ def trained(finished, tmp_path) -> Path:
     return output
 
 
-_Forced = tuple[torch.Tensor, torch.Tensor]
+_Predictions = tuple[torch.Tensor, torch.Tensor]
 
 
-def _forced(answers: torch.Tensor, right: torch.Tensor | bool) -> _Forced:
+def _predictions(answers: torch.Tensor, right: torch.Tensor | bool) -> _Predictions:
     """Return predictions and margins of a model that is right or wrong about each answer."""
     rights = torch.as_tensor(right).expand(answers.shape)
     return torch.where(rights, answers, answers + 1), torch.where(rights, 1.0, -1.0)
@@ -197,9 +197,9 @@ def lengths_read(monkeypatch) -> list[int]:
     """Record the lengths of the read texts. A text counts as right according to its last digit."""
     lengths: list[int] = []
 
-    def forced(model: object, prompts: torch.Tensor, answers: torch.Tensor, **options: Any) -> _Forced:
+    def forced(model: object, prompts: torch.Tensor, answers: torch.Tensor, **options: Any) -> _Predictions:
         lengths.append(prompts.shape[1])
-        return _forced(answers, answers[:, -1:] % 2 == 1)
+        return _predictions(answers, answers[:, -1:] % 2 == 1)
 
     monkeypatch.setattr("attention_priors.lab.tasks.retrieval.forced_predictions", forced)
     return lengths
@@ -251,7 +251,7 @@ def _without_times(entries: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def test_schemes_without_retrieval_stop_early_with_a_record(tiny, finished, trained, monkeypatch, right_at):
     monkeypatch.setattr(
         "attention_priors.lab.tasks.retrieval.forced_predictions",
-        lambda model, prompts, answers, **options: _forced(answers, prompts.shape[1] in right_at),
+        lambda model, prompts, answers, **options: _predictions(answers, prompts.shape[1] in right_at),
     )
     recipe = tiny({"evaluation.perplexity": ...})
     # Two consecutive lengths without a success.
@@ -270,7 +270,7 @@ def test_schemes_without_retrieval_stop_early_with_a_record(tiny, finished, trai
 def test_a_stopped_plan_does_not_stop_the_preset(tiny, finished, trained, monkeypatch):
     monkeypatch.setattr(
         "attention_priors.lab.tasks.retrieval.forced_predictions",
-        lambda model, prompts, answers, **options: _forced(answers, answers.shape[1] == 5),
+        lambda model, prompts, answers, **options: _predictions(answers, answers.shape[1] == 5),
     )
     further = {"tasks": ["passkey_8"], "lengths": [300, 310], "depths": 2, "stop_after_zeros": 1}
     recipe = tiny({"evaluation.perplexity": ..., "evaluation.plans": {"further": further}})
