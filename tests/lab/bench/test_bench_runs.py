@@ -198,13 +198,14 @@ def test_the_code_fingerprint_covers_all_measured_files():
 @pytest.mark.skipif(not LINUX, reason="peak memory is Linux's to tell")
 def test_peak_memory_excludes_the_inputs():
     """The dense formula with a given bias holds three matrices of queries by keys. Plain attention holds its output."""
-    this = replace(case(length=1024, heads=4, head_dim=16))
+    # The allocator keeps up to 11 MB with the bounds of the Makefile, which is little beside matrices of 67 MB.
+    this = case(length=2048, heads=4, head_dim=16)
     plain = measure.peak(WAYS["plain"], this, 1)
     dense = measure.peak(WAYS["formula-alibi"], this, 1)
     output = 4 * this.heads * this.length * this.head_dim
     assert output <= plain < 4 * output + 2**20
     estimate = sum(WAYS["formula-alibi"].need(this))
-    assert abs(dense - estimate) < 0.2 * estimate
+    assert abs(dense - estimate) < 0.1 * estimate
     # An exception of the measuring process is returned as its message.
     with pytest.raises(CannotRunError, match="leaves no dimension for content"):
         measure.peak(WAYS["attend-goat-inside"], case(head_dim=16), 1)
