@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from attention_priors.checks import check_positive_integers
 from attention_priors.priors.base import Init, Prior, Structure, checked_init, started
-from attention_priors.priors.generalized_gaussian import neighbours_at
+from attention_priors.priors.generalized_gaussian import TABLE_INITS, start_at
 
 
 class ClippedOffsets(Prior):
@@ -23,16 +23,17 @@ class ClippedOffsets(Prior):
     Args:
         num_heads: number of heads, ``H``.
         max_offset: largest offset ``k`` in tokens. Each head has ``2k + 1`` scalars, ordered from ``j - i = -k`` up.
-        init: ``uniform`` (zeros), ``normal`` (N(0, 0.02²)), ``neighbours``, or numbers, ``{"bias": ...}``. Numbers have
-            shape ``(2 max_offset + 1,)`` for all heads, or ``(H, 2 max_offset + 1)``. ``neighbours`` is the log-prior
-            of the Generalized Gaussian with this start, at least -16.
+        init: ``uniform`` (zeros), ``normal`` (N(0, 0.02²)), ``neighbours``, ``previous``, or numbers,
+            ``{"bias": ...}``. Numbers have shape ``(2 max_offset + 1,)`` for all heads, or ``(H, 2 max_offset + 1)``.
+            ``neighbours`` and ``previous`` are the log-priors of the Generalized Gaussian with these starts, at least
+            -16.
         learn: whether the scalars train.
     """
 
     name = "clipped_offsets"
     structure = Structure.STATIONARY
     learnable = ("bias",)
-    inits = ("uniform", "normal", "neighbours")
+    inits = ("uniform", "normal", *TABLE_INITS)
 
     def __init__(
         self,
@@ -59,9 +60,9 @@ class ClippedOffsets(Prior):
         with torch.no_grad():
             if not isinstance(self.init, str):
                 self.bias.copy_(started(self.init, "bias", tuple(self.bias.shape)))
-            elif self.init == "neighbours":
+            elif self.init in TABLE_INITS:
                 distance = torch.arange(self.max_offset, -self.max_offset - 1, -1, device="cpu")
-                self.bias.copy_(neighbours_at(self.num_heads, distance))
+                self.bias.copy_(start_at(self.init, self.num_heads, distance))
             else:
                 self.bias.normal_(std=0.02) if self.init == "normal" else self.bias.zero_()
 

@@ -35,6 +35,9 @@ MINIMUM_SHAPE = 0.05
 PHRASE = 20
 """Scale α of the phrase head of ``init="phrases"``, in tokens."""
 
+TABLE_INITS = ("neighbours", "previous")
+"""Names of ``init`` that learned tables have too."""
+
 
 class GeneralizedGaussian(Prior):
     """BAM's prior: ``K(i, j) = -e^θα · ( |(j - i) - μ| + ε )^β``, ε = 1e-5, in nats.
@@ -208,12 +211,13 @@ class GeneralizedGaussian(Prior):
         return function.apply(self.theta_alpha, self.beta, self.theta_mu, distance).to(dtype)
 
 
-def neighbours_at(num_heads: int, distance: Tensor) -> Tensor:
-    """Return the log-prior of ``GeneralizedGaussian(num_heads, init="neighbours")``, at least -16 nats.
+def start_at(init: str, num_heads: int, distance: Tensor) -> Tensor:
+    """Return the log-prior of ``GeneralizedGaussian(num_heads, init)``, at least -16 nats.
 
-    Learned tables start here with ``init="neighbours"``. A lower entry would take long to change.
+    Learned tables with :data:`TABLE_INITS` start here. A lower entry would take long to change.
 
     Args:
+        init: name of the start.
         num_heads: number of heads, ``H``.
         distance: ``i - j`` in tokens, on the CPU.
 
@@ -221,8 +225,7 @@ def neighbours_at(num_heads: int, distance: Tensor) -> Tensor:
         Log-prior in nats, ``(H, *distance.shape)``.
     """
     with torch.device("cpu"):  # a table on "meta" has no values
-        prior = GeneralizedGaussian(num_heads, init="neighbours", learn=False)
-        return prior.log_prior_at(distance).clamp(min=-16.0)
+        return GeneralizedGaussian(num_heads, init, learn=False).log_prior_at(distance).clamp(min=-16.0)
 
 
 def _log_prior(theta_alpha: Tensor, beta: Tensor, theta_mu: Tensor, distance: Tensor) -> Tensor:

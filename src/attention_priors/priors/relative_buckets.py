@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from attention_priors.checks import check_booleans
 from attention_priors.priors.base import Init, Prior, Structure, checked_init, started
-from attention_priors.priors.generalized_gaussian import neighbours_at
+from attention_priors.priors.generalized_gaussian import TABLE_INITS, start_at
 
 
 class RelativeBuckets(Prior):
@@ -28,17 +28,17 @@ class RelativeBuckets(Prior):
         num_buckets: number of buckets ``N``, of all directions together. Each has one scalar per head.
         max_distance: distance in tokens from which the last bucket begins, at the latest.
         bidirectional: whether keys after the query have buckets of their own. Use True without a causal mask.
-        init: ``uniform`` (zeros), ``normal`` (N(0, 1/512), T5-small's start, whose width is 512), ``neighbours``, or
-            numbers, ``{"bias": ...}``. Numbers have shape ``(num_buckets,)`` for all heads, or ``(H, num_buckets)``.
-            ``neighbours`` fills each bucket with the log-prior of the Generalized Gaussian with this start, at the
-            bucket's smallest distance and at least -16.
+        init: ``uniform`` (zeros), ``normal`` (N(0, 1/512), T5-small's start, whose width is 512), ``neighbours``,
+            ``previous``, or numbers, ``{"bias": ...}``. Numbers have shape ``(num_buckets,)`` for all heads, or
+            ``(H, num_buckets)``. ``neighbours`` and ``previous`` give each bucket the log-prior of the Generalized
+            Gaussian with this start, at the bucket's smallest distance and at least -16.
         learn: whether the scalars train.
     """
 
     name = "relative_buckets"
     structure = Structure.STATIONARY
     learnable = ("bias",)
-    inits = ("uniform", "normal", "neighbours")
+    inits = ("uniform", "normal", *TABLE_INITS)
 
     def __init__(
         self,
@@ -78,11 +78,12 @@ class RelativeBuckets(Prior):
         with torch.no_grad():
             if not isinstance(self.init, str):
                 self.bias.copy_(started(self.init, "bias", tuple(self.bias.shape)))
-            elif self.init == "neighbours":
+            elif self.init in TABLE_INITS:
                 # From far to near, so that the smallest distance of each bucket is written last.
                 apart = torch.arange(self.max_distance, -self.max_distance - 1, -1, device="cpu")
                 apart = apart[apart.abs().argsort(descending=True)]
-                for bucket, log_prior in zip(self.bucket(apart), neighbours_at(self.num_heads, apart).T, strict=True):
+                log_priors = start_at(self.init, self.num_heads, apart).T
+                for bucket, log_prior in zip(self.bucket(apart), log_priors, strict=True):
                     self.bias[:, bucket] = log_prior
             else:
                 self.bias.normal_(std=512**-0.5) if self.init == "normal" else self.bias.zero_()
