@@ -66,6 +66,13 @@ def compiled_anew() -> Iterator[None]:
         torch._dynamo.reset()
 
 
+@pytest.fixture(scope="module", autouse=True)
+def denormal_numbers() -> Iterator[None]:
+    """Compute with denormal numbers after each file: the command line, run in this process, counts them as 0."""
+    yield
+    torch.set_flush_denormal(False)
+
+
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
     """Start the machine's Chromium without a window."""

@@ -28,6 +28,7 @@ from attention_priors.attention.geometry import Geometry, block_length
 from attention_priors.attention.pruning.bounds import BLOCK, Balls, product_error
 from attention_priors.attention.tiles.block_problem import EVERY, BlockProblem, Content, all_of
 from attention_priors.attention.tiles.tiling import Part, Tile
+from attention_priors.precision import log_sum_exp
 
 BAND_ROWS = 256
 """Queries per tile near the peak."""
@@ -317,7 +318,7 @@ class _Search:
                 logits = _products(query, tile.cut_keys(self.key, kv_heads).to(out.dtype))
                 centred, constant = bias_of.centred(tile, q_heads)
                 bias = centred(tile, q_heads)
-                found = (logits if bias is None else logits.add_(bias)).logsumexp(-1)
+                found = log_sum_exp(logits if bias is None else logits.add_(bias))
                 if constant is not None:
                     scale = 1.0 if problem.row_scale is None else tile.cut_rows(problem.row_scale, q_heads).flip(2)
                     found = (found + constant * scale).to(out.dtype)

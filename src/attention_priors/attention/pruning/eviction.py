@@ -15,6 +15,7 @@ from attention_priors.attention.problem import check_softmax_scale
 from attention_priors.attention.pruning.bounds import BLOCK, Balls, block_sizes
 from attention_priors.attention.pruning.certificate import LOWEST_MEAN, products_of_ends, select
 from attention_priors.attention.pruning.sliding import sliding_maximum, sliding_minimum
+from attention_priors.precision import log_sum_exp
 from attention_priors.priors import Prior, Structure
 
 STEPS = 4096
@@ -176,7 +177,7 @@ class _Future:
         before = (self.length - len(near)) // BLOCK
         mean = self._lowest(self._mean_low, self._mean_high, self._block_starts(first)[:, :before], on_prior)
         blocks = mean - content * scores.lower[:, :, None, :before] + math.log(BLOCK)
-        return torch.cat([last_keys, blocks], dim=-1).logsumexp(-1)
+        return log_sum_exp(torch.cat([last_keys, blocks], dim=-1))
 
     def _block_starts(self, first: Tensor) -> Tensor:
         """Return the smallest distance between each step's first query and each block, ``(T, blocks)``."""

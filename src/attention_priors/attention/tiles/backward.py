@@ -22,6 +22,7 @@ from attention_priors.attention.tiles.exact import without_best
 from attention_priors.attention.tiles.scaled import sum_gradients
 from attention_priors.attention.tiles.threads import share
 from attention_priors.attention.tiles.tiling import Part, Tile, ranges_of
+from attention_priors.precision import drop_negligible
 from attention_priors.priors.base import ScaledDistance
 
 ROWS = 256
@@ -256,6 +257,7 @@ class _Backward:
         weights = self._stacked(self.in_bits.write(self.scratch[0].of(*shape), tile, heads, shift))
         key = self._keys(self.key, tile)
         weights.baddbmm_(queries.query, key.mT, alpha=self.problem.softmax_scale / NATS_PER_BIT).exp2_()
+        drop_negligible(weights)
         factor = self._logits_grad(tile, weights)[1]
         torch.baddbmm(moment, queries.out_grad, self._keys(self.value, tile).mT, out=factor)
         self._add(tile, heads, weights, factor, queries, key)
@@ -333,7 +335,7 @@ class _Backward:
         if all(part is not None for part in blind):
             nothing = torch.stack([part.expand(*shape[:-1], 1) for part in blind if part is not None]).all(0)
             logits.masked_fill_(nothing, 0.0)
-        weights = logits.softmax(-1)
+        weights = drop_negligible(logits.softmax(-1))
         if nothing is not None:
             weights.masked_fill_(nothing, 0.0)
         weights_grad = torch.bmm(queries.out_grad, value.mT, out=stacked)

@@ -23,7 +23,7 @@ from attention_priors.attention.tiles.block_problem import Content, Gradients, a
 from attention_priors.attention.tiles.decoding import attend_one
 from attention_priors.attention.tiles.forward import is_one_on_cpu
 from attention_priors.attention.tiles.one_tile import gradients, logits_of, stacked
-from attention_priors.precision import compute_dtype_of, without_autocast
+from attention_priors.precision import compute_dtype_of, drop_negligible, without_autocast
 from attention_priors.priors import Prior
 from attention_priors.priors.base import checked_scaled_distance
 
@@ -157,6 +157,7 @@ def _forward(
         if need_lse:
             # The largest weight is exp(highest - lse). A separate exponential would be slow where it underflows.
             lse -= weights.amax(-1).log_()
+        drop_negligible(weights)
         out = torch.bmm(stacked(weights, key.shape[1]), stacked(value, key.shape[1]))
     return out.view(*query.shape[:3], value.shape[-1]).to(query.dtype), lse, weights, log_prior
 

@@ -18,6 +18,7 @@ from attention_priors.attention.observe import note
 from attention_priors.attention.tiles.bias import Bias
 from attention_priors.attention.tiles.block_problem import BlockProblem, Content
 from attention_priors.attention.tiles.tiling import Tile, Tiling, ranges_of
+from attention_priors.precision import log_sum_exp
 
 
 def recompute_rows(content: Content, problem: BlockProblem, out: Tensor, whole: Tensor, far: Tensor) -> None:
@@ -71,7 +72,7 @@ def _attend(content: Content, bias_of: Bias, tile: Tile) -> tuple[Tensor, Tensor
     logits = logits + products.view_as(logits) * content.softmax_scale
     # Log-priors are finite, so only masks are -inf.
     logits.masked_fill_(torch.isneginf(bias), -math.inf)
-    lse = logits.logsumexp(-1)
+    lse = log_sum_exp(logits)
     weights = logits.softmax(-1).masked_fill_(torch.isneginf(lse).unsqueeze(-1), 0.0)
     out = (weights.view(*matrices, tile.shape[1]) @ value).view(*query.shape[:3], -1)
     return out.flip(2), (lse + best.squeeze(-1)).flip(2)

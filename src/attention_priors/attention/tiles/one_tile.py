@@ -14,7 +14,7 @@ from attention_priors.attention.tiles.exact import without_best
 from attention_priors.attention.tiles.forward import attend_plain, finished, keys_and_values
 from attention_priors.attention.tiles.scaled import sum_gradients
 from attention_priors.attention.tiles.tiling import Tile
-from attention_priors.precision import compute_dtype_of
+from attention_priors.precision import compute_dtype_of, drop_negligible
 
 
 def forward(content: Content, problem: BlockProblem, tile: Tile) -> tuple[Tensor, Tensor]:
@@ -73,6 +73,7 @@ def backward(
     # The softmax is recomputed. The gradient of a row that sees one key is then exactly 0, even if the derivative of
     # its log-prior is 1e30.
     torch._softmax(logits, -1, False, out=weights)  # pyright: ignore[reportPrivateImportUsage]
+    drop_negligible(weights)
     if blind is not None:
         weights.masked_fill_(blind, 0.0)
     found = gradients(query, key, value, weights, grads, problem.softmax_scale)

@@ -91,6 +91,8 @@ class BenchRecipe(Strict):
     """Number of times that each way is measured, interleaved with the others."""
     cuda_graph: bool = False
     """Whether passes are captured as CUDA graphs and replayed, so that the time to start kernels does not count."""
+    flush_denormal: bool = False
+    """Whether denormal numbers count as 0 (:func:`torch.set_flush_denormal`). PyTorch's default is false."""
     neighbours: int = Field(default=0, ge=0)
     """Number of processes that each keep a core busy. Every repetition is measured without and then beside them."""
     seed: int = Field(default=0, ge=0, lt=2**32)
@@ -183,6 +185,7 @@ def bench(recipe: BenchRecipe, output: Path, *, memory_limit: float | None = Non
         _check_identity(output, recipe)
         threads = torch.get_num_threads()
         torch.set_num_threads(recipe.threads)
+        torch.set_flush_denormal(recipe.flush_denormal)
         try:
             _Bench(recipe, output, memory_limit, console).run()
         finally:

@@ -77,11 +77,12 @@ def about(results: Results) -> str:
     settings, machine, versions = results["settings"], results["machine"], results["versions"]
     on_gpu = settings["device"].startswith("cuda")
     where = machine["device"] if on_gpu else f"{settings['threads']} threads of {machine['processor']}"
+    flushed = "denormal numbers count as 0; " * settings.get("flush_denormal", False)
     replayed = "replayed from CUDA graphs; " * settings.get("cuda_graph", False)
     packages = ", ".join(f"{name} {number}" for name, number in versions.items() if number is not None)
     return (
         f"{where}; {settings['dtype']}, batch {settings['batch']}, H = {settings['heads']}, "
-        f"D = {settings['head_dim']}; {replayed}{moment(results['created'])}; {packages}. "
+        f"D = {settings['head_dim']}; {flushed}{replayed}{moment(results['created'])}; {packages}. "
         f"Medians of {settings['repetitions']} interleaved repetitions; "
         "× is the median ratio to attention without a prior in the same repetition, in brackets its quartiles."
     )

@@ -5,6 +5,8 @@ from __future__ import annotations
 import io
 import sys
 
+import torch
+
 try:
     from attention_priors.lab.cli.commands import app
 except ModuleNotFoundError as error:  # the lab's dependencies are an extra
@@ -21,4 +23,6 @@ def main() -> None:
         if isinstance(stream, io.TextIOWrapper):
             # Output that the terminal cannot encode, such as a minus sign, must not fail a finished command.
             stream.reconfigure(errors="backslashreplace")
+    # On some CPUs, denormal numbers take 200 times as long as others. Threads that start later count them as 0 too.
+    torch.set_flush_denormal(True)
     app()

@@ -69,4 +69,5 @@ def _end_with_the_parent() -> None:
 
 
 if __name__ == "__main__":
+    torch.set_flush_denormal(True)  # as the command line does
     main(*sys.argv[1:])
