@@ -20,7 +20,7 @@ def compute_dtype_of(query: Tensor) -> torch.dtype:
 
 
 NEGLIGIBLE = 2.0**-120
-"""Largest weight that :func:`drop_negligible` sets to 0. Its products with gradients of 1e-2 are not denormal."""
+"""Largest weight that :func:`drop_negligible` sets to 0. Its products with gradients from 0.02 on are not denormal."""
 
 
 def drop_negligible(weights: Tensor) -> Tensor:
