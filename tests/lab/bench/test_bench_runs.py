@@ -76,6 +76,13 @@ def test_ways_are_measured_beside_neighbours(tmp_path, quiet, no_memory):
     assert "Time beside 1 busy process: forward" in markdown_tables(results)
 
 
+@pytest.mark.parametrize("flush", [False, True])
+def test_denormal_numbers_count_as_0_only_if_asked(flush, tmp_path, quiet, no_memory):
+    results = bench(recipe(flush_denormal=flush), tmp_path, console=quiet)
+    assert ("denormal numbers count as 0" in markdown_tables(results)) == flush
+    assert bool(torch.tensor([1e-39]).add(1e-39).eq(0)) == flush
+
+
 def test_neighbours_are_busy_and_end():
     with measure.neighbours(2):
         own = [child for child in psutil.Process().children() if "getppid" in " ".join(child.cmdline())]
