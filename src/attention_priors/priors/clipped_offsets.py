@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from attention_priors.checks import check_positive_integers
 from attention_priors.priors.base import Init, Prior, Structure, checked_init, started
-from attention_priors.priors.generalized_gaussian import TABLE_INITS, start_at
+from attention_priors.priors.generalized_gaussian import TABLE_INITS, initial_log_prior
 
 
 class ClippedOffsets(Prior):
@@ -62,7 +62,7 @@ class ClippedOffsets(Prior):
                 self.bias.copy_(started(self.init, "bias", tuple(self.bias.shape)))
             elif self.init in TABLE_INITS:
                 distance = torch.arange(self.max_offset, -self.max_offset - 1, -1, device="cpu")
-                self.bias.copy_(start_at(self.init, self.num_heads, distance))
+                self.bias.copy_(initial_log_prior(self.init, self.num_heads, distance))
             else:
                 self.bias.normal_(std=0.02) if self.init == "normal" else self.bias.zero_()
 

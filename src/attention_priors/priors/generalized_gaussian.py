@@ -211,7 +211,7 @@ class GeneralizedGaussian(Prior):
         return function.apply(self.theta_alpha, self.beta, self.theta_mu, distance).to(dtype)
 
 
-def start_at(init: str, num_heads: int, distance: Tensor) -> Tensor:
+def initial_log_prior(init: str, num_heads: int, distance: Tensor) -> Tensor:
     """Return the log-prior of ``GeneralizedGaussian(num_heads, init)``, at least -16 nats.
 
     Learned tables with :data:`TABLE_INITS` start here. A lower entry would take long to change.

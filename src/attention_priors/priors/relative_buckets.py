@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from attention_priors.checks import check_booleans
 from attention_priors.priors.base import Init, Prior, Structure, checked_init, started
-from attention_priors.priors.generalized_gaussian import TABLE_INITS, start_at
+from attention_priors.priors.generalized_gaussian import TABLE_INITS, initial_log_prior
 
 
 class RelativeBuckets(Prior):
@@ -82,7 +82,7 @@ class RelativeBuckets(Prior):
                 # From far to near, so that the smallest distance of each bucket is written last.
                 apart = torch.arange(self.max_distance, -self.max_distance - 1, -1, device="cpu")
                 apart = apart[apart.abs().argsort(descending=True)]
-                log_priors = start_at(self.init, self.num_heads, apart).T
+                log_priors = initial_log_prior(self.init, self.num_heads, apart).T
                 for bucket, log_prior in zip(self.bucket(apart), log_priors, strict=True):
                     self.bias[:, bucket] = log_prior
             else:
