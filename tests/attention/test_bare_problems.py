@@ -1,4 +1,4 @@
-"""Fast paths for decoding steps and short contexts in which only the future is hidden."""
+"""Fast paths for decoding steps, and for short contexts with padding and packed documents."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -166,7 +166,7 @@ def test_returned_log_sum_exp_matches_the_reference() -> None:
 
 @st.composite
 def short_context(draw: st.DrawFn, name: str, dtype: torch.dtype) -> Case:
-    """Draw a short context: as many queries as keys or, without a causal mask, any number."""
+    """Draw a short context: as many queries as keys or, without a causal mask, any number; perhaps packed or padded."""
     generator = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
     kv_heads, group, batch = draw(st.integers(1, 3)), draw(st.integers(1, 3)), draw(st.integers(1, 3))
     keys, width, causal = draw(st.integers(2, 70)), draw(st.integers(1, 12)), draw(st.booleans())
@@ -180,6 +180,8 @@ def short_context(draw: st.DrawFn, name: str, dtype: torch.dtype) -> Case:
     def randn(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, generator=generator, dtype=dtype)
 
+    starts = torch.rand(batch, keys, generator=generator) < draw(st.sampled_from([0.0, 0.1]))
+    padding = torch.rand(batch, keys, generator=generator) < draw(st.sampled_from([0.1, 0.9]))
     return Case(
         randn(batch, heads, queries, width),
         randn(batch, kv_heads, keys, width),
@@ -188,11 +190,13 @@ def short_context(draw: st.DrawFn, name: str, dtype: torch.dtype) -> Case:
         causal=causal,
         logit_scale=scale,
         key_bias=10 * randn(batch, heads, keys).double() if draw(st.booleans()) else None,
+        document_ids=starts.cumsum(-1) if queries <= keys and draw(st.booleans()) else None,
+        key_padding_mask=padding if draw(st.booleans()) else None,
     )
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
-@pytest.mark.parametrize("name", [name for name in PRIORS if name != "none"])
+@pytest.mark.parametrize("name", PRIORS)
 def test_short_contexts_match_the_reference(name: str, dtype: torch.dtype) -> None:
     ways: list[bool] = []
 
@@ -228,7 +232,8 @@ def case_is_general(name: str) -> bool:
 @pytest.mark.parametrize(
     "options",
     [
-        {"key_padding_mask": PADDING[:, :20]},
+        {"attn_mask": PADDING[:1, None, None, :20]},
+        {"document_ids": torch.arange(20).expand(2, -1) % 2},
         {"query_positions": torch.arange(20)},
         {"tolerance": 1e-3},
     ],
@@ -239,6 +244,25 @@ def test_other_short_contexts_use_the_general_path(options: dict[str, Any]) -> N
     with counted() as answered:
         attend(query, query, query, Laplace(4), backend="toeplitz", **options)
     assert answered == [False]
+
+
+@pytest.mark.parametrize(
+    ("place", "height"),
+    [("padding", 300.0), ("padding", 1e5), ("padding", 1e300), ("future", 300.0), ("future", 1e5), ("future", 1e30)],
+)
+def test_a_hidden_key_of_high_bias_changes_nothing(place: str, height: float) -> None:
+    query, key_bias = torch.randn(2, 4, 20, 8), torch.zeros(2, 4, 20, dtype=torch.float64)
+    options = {"key_padding_mask": PADDING[:, :20]} if place == "padding" else {}
+    hidden, seen = (3, slice(7, 20)) if place == "padding" else (19, slice(0, 19))
+    key_bias[..., hidden] = height
+    with torch.no_grad(), counted() as answered:
+        out, lse = attend(
+            query, query, query, Laplace(4), key_bias=key_bias, return_lse=True, backend="toeplitz", **options
+        )
+    assert answered == [height < 1e5]
+    expected = attend(query, query, query, Laplace(4), return_lse=True, backend="reference", **options)
+    torch.testing.assert_close(out[:, :, seen], expected[0][:, :, seen], rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(lse[:, :, seen], expected[1][:, :, seen], rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("causal", [True, False])

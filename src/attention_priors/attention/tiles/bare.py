@@ -1,4 +1,4 @@
-"""A short context in which only the causal mask or a window hides keys.
+"""A short context without positions or an ``attn_mask``.
 
 It needs two products and a softmax. Tiles and table views make long contexts fast, but their setup takes longer than
 the whole computation here. The same is true of one query (:mod:`~attention_priors.attention.tiles.decoding`).
@@ -13,7 +13,13 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from attention_priors.attention.operator import attend_backward, nobody_watches, refuse_forward_mode
+from attention_priors.attention.geometry import Geometry
+from attention_priors.attention.operator import (
+    attend_backward,
+    geometry_arguments,
+    nobody_watches,
+    refuse_forward_mode,
+)
 from attention_priors.attention.plan import Plan
 from attention_priors.attention.problem import Problem
 from attention_priors.attention.tables import consecutive_table, table_of_keys, table_of_network, visible_at
@@ -31,6 +37,8 @@ SHORT_PAIRS = 2**17
 """Largest number of query-key pairs (362 tokens) for which two products and a softmax are faster than tiles."""
 SHORT_NUMBERS = 2**20
 """Largest number of logits, over all heads and rows of the batch. Larger matrices do not fit in a core's cache."""
+LOWEST = -1e30
+"""Lowest bias of a visible key. In float32, lower biases might become ``-inf``, as if the key was hidden."""
 
 
 def attend_bare(problem: Problem, plan: Plan, *, need_lse: bool) -> tuple[Tensor, Tensor | None] | None:
@@ -43,8 +51,8 @@ def attend_bare(problem: Problem, plan: Plan, *, need_lse: bool) -> tuple[Tensor
     """
     query, geometry = problem.query, problem.geometry
     if (
-        not geometry.is_plain
-        or geometry.has_given_positions
+        geometry.has_given_positions
+        or geometry.attn_mask is not None
         or problem.kept is not None
         or problem.tolerance > 0
         or query.device.type != "cpu"
@@ -52,26 +60,33 @@ def attend_bare(problem: Problem, plan: Plan, *, need_lse: bool) -> tuple[Tensor
     ):
         return None
     if geometry.num_queries > 1:
-        pairs = geometry.num_queries * geometry.num_keys
-        is_short = pairs <= SHORT_PAIRS and pairs * geometry.batch * geometry.heads <= SHORT_NUMBERS
-        return _attend_short(problem, plan, need_lse) if is_short else None
-    hides = any(type(term).visible_at is not Prior.visible_at for term in problem.terms)
+        return _attend_short(problem, plan, need_lse) if _is_short(geometry) else None
+    hides = geometry.has_masks or any(type(term).visible_at is not Prior.visible_at for term in problem.terms)
     if hides or need_lse or torch.is_grad_enabled() or not is_one_on_cpu(query):
         return None
     out = attend_one(problem, plan)
     return None if out is None else (out, None)
 
 
+def _is_short(geometry: Geometry) -> bool:
+    pairs = geometry.num_queries * geometry.num_keys
+    return (
+        pairs <= SHORT_PAIRS
+        and pairs * geometry.batch * geometry.heads <= SHORT_NUMBERS
+        and (not geometry.causal or geometry.num_queries == geometry.num_keys)
+        # Otherwise, documents are interleaved, and distances differ from those of slots.
+        and geometry.offset is not None
+    )
+
+
 def _attend_short(problem: Problem, plan: Plan, need_lse: bool) -> tuple[Tensor, Tensor | None] | None:
     """Compute a short context; None where lanes need the operator, or rows are too far from 0."""
     query, value, geometry, scale = problem.query, problem.value, problem.geometry, problem.row_scale
     stationary, of_keys, factored, scaled = plan.parts(problem)
-    if factored or not problem.terms:
+    if factored:
         return None
     lowest = 0 if geometry.causal else 1 - geometry.num_queries
     inside = visible_at(problem.terms, geometry.num_keys - 1, geometry.num_keys - lowest, query.device)
-    if inside is not None and not (geometry.num_queries <= geometry.num_keys and bool(inside[geometry.num_keys - 1])):
-        return None  # a query may see no key, not even its own
     table = consecutive_table(stationary, geometry.num_keys - 1, lowest, query.device)
     for term in scaled:
         apart = torch.arange(geometry.num_keys - 1, lowest - 1, -1, device=query.device)
@@ -85,7 +100,7 @@ def _attend_short(problem: Problem, plan: Plan, need_lse: bool) -> tuple[Tensor,
         best = key_bias.detach().amax(-1, keepdim=True)
         key_bias = key_bias - best
     learning = torch.is_grad_enabled()
-    how = _How(problem.softmax_scale, problem.scales_prior, geometry.causal, need_lse, learning, inside)
+    how = _How(problem.softmax_scale, problem.scales_prior, geometry, need_lse, learning, inside)
     run = _ShortContext.apply if learning else _forward
     out, lse = run(query, problem.key, value, table, key_bias, scale, how)[:2]
     if far_rows(lse) is not None:
@@ -100,7 +115,7 @@ class _How(NamedTuple):
 
     softmax_scale: float
     scales_prior: bool
-    causal: bool
+    geometry: Geometry
     need_lse: bool
     learning: bool
     """Whether a backward pass may follow."""
@@ -123,7 +138,8 @@ def _forward(
         Output, log-sum-exp (or each row's highest logit without ``need_lse``), weights, and the log-prior if a logit
         scale multiplies it.
     """
-    softmax_scale, scales_prior, causal, need_lse, learning, inside = how
+    softmax_scale, scales_prior, geometry, need_lse, learning, inside = how
+    causal, allowed = geometry.causal, geometry.allowed(slice(None), slice(None))
     rows, number, dtype = query.shape[2], key.shape[2], compute_dtype_of(query)
     apart = table is None or scales_prior
     if row_scale is not None and table is not None and scales_prior and not learning:
@@ -131,12 +147,12 @@ def _forward(
     if table is None:
         bias = query.new_zeros(1, dtype=dtype)
     else:
-        table = table.to(dtype)
+        table = table.to(dtype).clamp(min=LOWEST)
         if inside is not None and not apart:
             table = table.masked_fill(~inside, -math.inf)
         bias = _by_distance(table, rows, number, causal, 0.0 if apart else -math.inf)
     if key_bias is not None:
-        bias = bias + key_bias.to(dtype).unsqueeze(-2)
+        bias = bias + key_bias.to(dtype).clamp(min=LOWEST).unsqueeze(-2)
     log_prior = bias if scales_prior else None
     if row_scale is not None:
         query = Content(query, key, value, row_scale, softmax_scale).queries(all_of)
@@ -150,14 +166,22 @@ def _forward(
         mask = mask if inside is None else mask.masked_fill(~inside, -math.inf)
         hidden = _by_distance(mask, rows, number, causal, -math.inf)
         bias = bias.add_(hidden) if scales_prior and bias.shape[2:] == hidden.shape[2:] else bias + hidden
+    if allowed is not None:
+        bias = torch.where(allowed, bias, -math.inf)
     with without_autocast("cpu"):
         logits = logits_of(query, key, bias, softmax_scale)
         lse = logits.amax(-1)
+        blind = None
+        if (allowed is not None or inside is not None) and bool((lse == -math.inf).any()):
+            blind = lse.unsqueeze(-1) == -math.inf
+            logits.masked_fill_(blind, 0.0)
         weights = torch._softmax(logits, -1, False, out=logits)  # pyright: ignore[reportPrivateImportUsage]
         if need_lse:
             # The largest weight is exp(highest - lse). A separate exponential would be slow where it underflows.
             lse -= weights.amax(-1).log_()
         drop_negligible(weights)
+        if blind is not None:
+            weights.masked_fill_(blind, 0.0)
         out = torch.bmm(stacked(weights, key.shape[1]), stacked(value, key.shape[1]))
     return out.view(*query.shape[:3], value.shape[-1]).to(query.dtype), lse, weights, log_prior
 
@@ -186,16 +210,26 @@ class _ShortContext(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         query, key, value, table, key_bias, row_scale, out, lse, weights, log_prior = ctx.saved_tensors
-        softmax_scale, scales_prior, causal, need_lse, _, inside = ctx.how
+        softmax_scale, scales_prior, geometry, need_lse, _, inside = ctx.how
         out_grad = torch.zeros_like(out) if grads[0] is None else grads[0]
         # The last four are parts of a network, which is in the table here.
         wanted = (*ctx.needs_input_grad[:6], *[False] * 4)
         if torch.is_grad_enabled():
             # The operator raises the error about second derivatives.
             lse = lse if need_lse else lse - weights.amax(-1).log()
-            highest, lowest = key.shape[2] - 1, 0 if causal else 1 - query.shape[2]
+            highest, lowest = key.shape[2] - 1, 0 if geometry.causal else 1 - query.shape[2]
             of_prior = (table, key_bias, row_scale, scales_prior, inside, None, highest, highest - lowest + 1)
-            inputs = (query, key, value, softmax_scale, *of_prior, *[None] * 9, causal, None, False)
+            inputs = (
+                query,
+                key,
+                value,
+                softmax_scale,
+                *of_prior,
+                *[None] * 4,
+                *geometry_arguments(geometry),
+                None,
+                False,
+            )
             found = attend_backward(out_grad, grads[1], out, lse.double(), wanted, *inputs)
             given = [grad if want else None for grad, want in zip(found, wanted, strict=True)]
             return *given[:6], None
@@ -208,7 +242,7 @@ class _ShortContext(torch.autograd.Function):
                 scale_grad = (logits * log_prior).sum(-1) if wanted[5] else None
                 logits.mul_(row_scale.unsqueeze(-1))
             if wanted[3]:
-                table_grad = _along_diagonals(logits, causal).to(table.dtype)
+                table_grad = _along_diagonals(logits, geometry.causal).to(table.dtype)
             if wanted[4]:
                 bias_grad = logits.sum(2)
                 bias_grad = (bias_grad if len(key_bias) > 1 else bias_grad.sum(0, keepdim=True)).to(key_bias.dtype)
