@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from attention_priors import ClippedOffsets, GeneralizedGaussian, Laplace, SSMax, Window, attend
 from attention_priors.attention.plan import Plan
 from attention_priors.attention.problem import Problem
-from attention_priors.attention.tiles import backend
+from attention_priors.attention.tiles import backend, bare
 from attention_priors.attention.tiles.bare import attend_bare
 
 TOLERANCE = {torch.float32: 3e-5, torch.float64: 1e-10}
@@ -201,13 +201,14 @@ def test_short_contexts_match_the_reference(name: str, dtype: torch.dtype) -> No
     ways: list[bool] = []
 
     @examples(5, name)
-    @given(short_context(name, dtype))
-    def check(case: Case) -> None:
+    @given(short_context(name, dtype), st.integers(1, 3))
+    def check(case: Case, rows_at_once: int) -> None:
         exact = case.to(torch.float64)
         expected = compute(exact, "reference")
         cotangents = Cotangents.of(expected.out, expected.lse)
         scales, tolerance = gradient_scales(case, cotangents), float32_tolerance(case)
-        with counted() as answered:
+        logits_of_row = case.query.shape[1] * case.query.shape[2] * case.key.shape[2]
+        with counted() as answered, mock.patch.object(bare, "SHORT_NUMBERS", rows_at_once * logits_of_row):
             found = errors(compute(case, "toeplitz", cotangents), expected, scales)
         for part, error in found.items():
             # Parameters and their gradients are float32 for every dtype of the queries.
@@ -252,7 +253,7 @@ def test_other_short_contexts_use_the_general_path(options: dict[str, Any]) -> N
 )
 def test_a_hidden_key_of_high_bias_changes_nothing(place: str, height: float) -> None:
     query, key_bias = torch.randn(2, 4, 20, 8), torch.zeros(2, 4, 20, dtype=torch.float64)
-    options = {"key_padding_mask": PADDING[:, :20]} if place == "padding" else {}
+    options: dict[str, Any] = {"key_padding_mask": PADDING[:, :20]} if place == "padding" else {}
     hidden, seen = (3, slice(7, 20)) if place == "padding" else (19, slice(0, 19))
     key_bias[..., hidden] = height
     with torch.no_grad(), counted() as answered:
@@ -302,3 +303,20 @@ def test_a_backward_pass_inside_autocast_is_exact() -> None:
     expected = gradient()
     inside = True
     assert torch.equal(gradient(), expected)
+
+
+def test_gradients_that_are_recorded_match() -> None:
+    """With ``create_graph``, the operator computes the gradients, and refuses the second ones."""
+    query, key_bias = torch.randn(3, 4, 20, 8, requires_grad=True), torch.randn(3, 4, 20, requires_grad=True)
+    prior, documents = GeneralizedGaussian(4, learn=True), torch.arange(60).view(3, 20) // 7
+    leaves = (query, key_bias, *prior.parameters())
+    with mock.patch.object(bare, "SHORT_NUMBERS", 2 * 4 * 20 * 20), counted() as answered:
+        out = attend(
+            query, query, query, prior, document_ids=documents, key_padding_mask=documents == 3, key_bias=key_bias
+        )
+    assert answered == [True]
+    expected = torch.autograd.grad(out.square().sum(), leaves, retain_graph=True)
+    found = torch.autograd.grad(out.square().sum(), leaves, create_graph=True)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+    with pytest.raises(NotImplementedError, match="second derivative"):
+        found[0].sum().backward()

@@ -7,6 +7,7 @@ the whole computation here. The same is true of one query (:mod:`~attention_prio
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -36,7 +37,7 @@ from attention_priors.priors.base import checked_scaled_distance
 SHORT_PAIRS = 2**17
 """Largest number of query-key pairs (362 tokens) for which two products and a softmax are faster than tiles."""
 SHORT_NUMBERS = 2**20
-"""Largest number of logits, over all heads and rows of the batch. Larger matrices do not fit in a core's cache."""
+"""Largest number of logits that are computed at once. Larger matrices do not fit in a core's cache."""
 LOWEST = -1e30
 """Lowest bias of a visible key. In float32, lower biases might become ``-inf``, as if the key was hidden."""
 
@@ -72,7 +73,7 @@ def _is_short(geometry: Geometry) -> bool:
     pairs = geometry.num_queries * geometry.num_keys
     return (
         pairs <= SHORT_PAIRS
-        and pairs * geometry.batch * geometry.heads <= SHORT_NUMBERS
+        and pairs * geometry.heads <= SHORT_NUMBERS
         and (not geometry.causal or geometry.num_queries == geometry.num_keys)
         # Otherwise, documents are interleaved, and distances differ from those of slots.
         and geometry.offset is not None
@@ -81,15 +82,15 @@ def _is_short(geometry: Geometry) -> bool:
 
 def _attend_short(problem: Problem, plan: Plan, need_lse: bool) -> tuple[Tensor, Tensor | None] | None:
     """Compute a short context; None where lanes need the operator, or rows are too far from 0."""
-    query, value, geometry, scale = problem.query, problem.value, problem.geometry, problem.row_scale
+    geometry, scale, device = problem.geometry, problem.row_scale, problem.query.device
     stationary, of_keys, factored, scaled = plan.parts(problem)
     if factored:
         return None
     lowest = 0 if geometry.causal else 1 - geometry.num_queries
-    inside = visible_at(problem.terms, geometry.num_keys - 1, geometry.num_keys - lowest, query.device)
-    table = consecutive_table(stationary, geometry.num_keys - 1, lowest, query.device)
+    inside = visible_at(problem.terms, geometry.num_keys - 1, geometry.num_keys - lowest, device)
+    table = consecutive_table(stationary, geometry.num_keys - 1, lowest, device)
     for term in scaled:
-        apart = torch.arange(geometry.num_keys - 1, lowest - 1, -1, device=query.device)
+        apart = torch.arange(geometry.num_keys - 1, lowest - 1, -1, device=device)
         alike = table_of_network(checked_scaled_distance(term, geometry.query_positions, apart))
         if alike is None:
             return None
@@ -100,14 +101,29 @@ def _attend_short(problem: Problem, plan: Plan, need_lse: bool) -> tuple[Tensor,
         best = key_bias.detach().amax(-1, keepdim=True)
         key_bias = key_bias - best
     learning = torch.is_grad_enabled()
-    how = _How(problem.softmax_scale, problem.scales_prior, geometry, need_lse, learning, inside)
     run = _ShortContext.apply if learning else _forward
-    out, lse = run(query, problem.key, value, table, key_bias, scale, how)[:2]
+    number, found = SHORT_NUMBERS // (geometry.heads * geometry.num_queries * geometry.num_keys), []
+    tensors = (problem.query, problem.key, problem.value, key_bias, scale)
+    for start, query, key, value, bias, factor in _rows_of(geometry.batch, number, *tensors):
+        texts = slice(start, start + number)
+        how = _How(problem.softmax_scale, problem.scales_prior, geometry, texts, need_lse, learning, inside)
+        found.append(run(query, key, value, table, bias, factor, how)[:2])
+    out, lse = found[0] if len(found) == 1 else map(torch.cat, zip(*found, strict=True))
     if far_rows(lse) is not None:
         return None
     if best is not None and need_lse:
         lse = lse + (best if scale is None or not problem.scales_prior else best * scale)
     return out, lse if need_lse else None
+
+
+def _rows_of(batch: int, number: int, *tensors: Tensor | None) -> Iterator[tuple[Any, ...]]:
+    """Yield the first of each ``number`` rows of the batch, and these rows of the tensors that have them."""
+    if batch <= number:
+        return iter([(0, *tensors)])
+    starts = range(0, batch, number)
+    # Unlike gradients of slices, gradients of a split are joined once.
+    parts = ([x] * len(starts) if x is None or len(x) == 1 else x.split(number) for x in tensors)
+    return zip(starts, *parts, strict=True)
 
 
 class _How(NamedTuple):
@@ -116,6 +132,8 @@ class _How(NamedTuple):
     softmax_scale: float
     scales_prior: bool
     geometry: Geometry
+    texts: slice
+    """Rows of the geometry's batch."""
     need_lse: bool
     learning: bool
     """Whether a backward pass may follow."""
@@ -138,8 +156,8 @@ def _forward(
         Output, log-sum-exp (or each row's highest logit without ``need_lse``), weights, and the log-prior if a logit
         scale multiplies it.
     """
-    softmax_scale, scales_prior, geometry, need_lse, learning, inside = how
-    causal, allowed = geometry.causal, geometry.allowed(slice(None), slice(None))
+    softmax_scale, scales_prior, geometry, texts, need_lse, learning, inside = how
+    causal, allowed = geometry.causal, geometry.allowed(slice(None), slice(None), texts)
     rows, number, dtype = query.shape[2], key.shape[2], compute_dtype_of(query)
     apart = table is None or scales_prior
     if row_scale is not None and table is not None and scales_prior and not learning:
@@ -210,7 +228,7 @@ class _ShortContext(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         query, key, value, table, key_bias, row_scale, out, lse, weights, log_prior = ctx.saved_tensors
-        softmax_scale, scales_prior, geometry, need_lse, _, inside = ctx.how
+        softmax_scale, scales_prior, geometry, texts, need_lse, _, inside = ctx.how
         out_grad = torch.zeros_like(out) if grads[0] is None else grads[0]
         # The last four are parts of a network, which is in the table here.
         wanted = (*ctx.needs_input_grad[:6], *[False] * 4)
@@ -219,17 +237,8 @@ class _ShortContext(torch.autograd.Function):
             lse = lse if need_lse else lse - weights.amax(-1).log()
             highest, lowest = key.shape[2] - 1, 0 if geometry.causal else 1 - query.shape[2]
             of_prior = (table, key_bias, row_scale, scales_prior, inside, None, highest, highest - lowest + 1)
-            inputs = (
-                query,
-                key,
-                value,
-                softmax_scale,
-                *of_prior,
-                *[None] * 4,
-                *geometry_arguments(geometry),
-                None,
-                False,
-            )
+            masks = (x[texts] if isinstance(x, Tensor) else x for x in geometry_arguments(geometry))
+            inputs = (query, key, value, softmax_scale, *of_prior, *[None] * 4, *masks, None, False)
             found = attend_backward(out_grad, grads[1], out, lse.double(), wanted, *inputs)
             given = [grad if want else None for grad, want in zip(found, wanted, strict=True)]
             return *given[:6], None

@@ -117,6 +117,7 @@ def prepared(
     flat: bool = False,
     positions: Tensor | None = None,
     logit_scale: SSMax | None = None,
+    forbidden: Tensor | None = None,
     **options: Any,
 ) -> Prepared:
     """Combine a forward pass with its leaves, its reference and the shape of its output.
@@ -131,6 +132,7 @@ def prepared(
         flat: Whether ``run`` returns ``(B, Lq, H D)`` instead of ``(B, H, Lq, D)``.
         positions: Positions of queries and keys. By default, they are counted from 0.
         logit_scale: Logit scale of the reference.
+        forbidden: Pairs that packed documents hide from the reference, boolean ``(B, 1, Lq, L)``.
         options: Other options of :func:`attend` for the reference.
     """
     query, key, value = inputs
@@ -138,6 +140,7 @@ def prepared(
 
     @torch.no_grad()
     def expected(rows: slice) -> Tensor:
+        hidden: dict[str, Any] = {} if forbidden is None else {"attn_mask": forbidden[:, :, rows]}
         return attend(
             query[:, :, rows].double(),
             key.double(),
@@ -148,6 +151,7 @@ def prepared(
             key_positions=keys,
             backend="reference",
             **options,
+            **hidden,
         )
 
     shape = (case.batch, case.num_queries, case.heads * case.head_dim) if flat else (*query.shape[:-1], value.shape[-1])

@@ -66,6 +66,18 @@ def _grid(case: Case) -> Tensor:
 Place = Callable[[Case], Tensor | None]
 
 
+def _packed(case: Case) -> Tensor:
+    """Return the document of each key, ``(B, L)``: a third of a row is one document, the rest another."""
+    if case.passing == "decode":
+        raise CannotRunError("packed documents have no decode pass; use forward or forward+backward")
+    return (torch.arange(case.length, device=case.device) >= case.length // 3).long().expand(case.batch, -1)
+
+
+def _between(documents: Tensor) -> Tensor:
+    """Return which pairs of tokens are of different documents, ``(B, 1, L, L)``."""
+    return (documents.unsqueeze(-1) != documents.unsqueeze(-2)).unsqueeze(1)
+
+
 # ---- the limit
 
 
@@ -75,6 +87,12 @@ def _plain(case: Case, inputs: Inputs, place: Place = _line) -> Prepared:
     causal = positions is None and case.passing != "decode"
     run = partial(scaled_dot_product_attention, *inputs, is_causal=causal)
     return prepared(case, inputs, run, positions=positions, causal=positions is None)
+
+
+def _plain_packed(case: Case, inputs: Inputs) -> Prepared:
+    forbidden = _between(_packed(case))
+    seen = ~(forbidden | torch.ones_like(forbidden).triu(1))
+    return prepared(case, inputs, partial(scaled_dot_product_attention, *inputs, attn_mask=seen), forbidden=forbidden)
 
 
 def _plain_by(backend: SDPBackend, case: Case, inputs: Inputs) -> Prepared:
@@ -120,25 +138,33 @@ def _radial_gaussian(heads: int) -> Prior:
 
 
 def _attend(
-    make_prior: MakePrior, make_scale: Callable[[int], SSMax] | None = None, *, place: Place = _line, **options: Any
+    make_prior: MakePrior,
+    make_scale: Callable[[int], SSMax] | None = None,
+    *,
+    place: Place = _line,
+    packed: bool = False,
+    **options: Any,
 ) -> Callable[[Case, Inputs], Prepared]:
     """Return the function that prepares ``attend()`` for a prior and a logit scale; ``options`` go to ``attend()``."""
 
     def prepare(case: Case, inputs: Inputs) -> Prepared:
-        positions = place(case)
+        positions, documents = place(case), _packed(case) if packed else None
         causal = positions is None
         torch.manual_seed(case.seed)
         prior = make_prior(case.heads).to(case.device)
         scale = None if make_scale is None else make_scale(case.heads).to(case.device)
         bounds = KeyBounds(inputs.key) if "tolerance" in options and case.passing == "decode" else None
         call = partial(attend, *inputs, prior, causal=causal, query_positions=positions, key_positions=positions)
+        forbidden = None if documents is None else _between(documents)
 
         def run() -> Tensor:
             if bounds is not None:  # as after a new token
                 bounds.update(inputs.key)
-            return call(logit_scale=scale, key_bounds=bounds, **options)
+            return call(logit_scale=scale, key_bounds=bounds, document_ids=documents, **options)
 
-        return prepared(case, inputs, run, prior, logit_scale=scale, positions=positions, causal=causal)
+        return prepared(
+            case, inputs, run, prior, logit_scale=scale, positions=positions, causal=causal, forbidden=forbidden
+        )
 
     return prepare
 
@@ -257,6 +283,9 @@ _PREPARE: dict[str, Callable[[Case, Inputs], Prepared]] = {
     "bloom": peers.bloom,
     "goat": partial(peers.goat, need_weights=False),
     "goat-default": partial(peers.goat, need_weights=True),
+    "packed-plain": _plain_packed,
+    "packed-alibi": _attend(Laplace, packed=True),
+    "packed-ggd": _attend(_gaussian, packed=True),
     "grid-plain": partial(_plain, place=_grid),
     "grid-ggd": _attend(_axial_gaussian, place=_grid),
     "grid-radial": _attend(_radial_gaussian, place=_grid),
@@ -270,5 +299,5 @@ WAYS: dict[str, Way] = {
 }
 """All contenders, in the order of tables; ``ways.yaml`` describes them."""
 
-LINE_WAYS = tuple(name for name in WAYS if not name.startswith(("grid-", "cuda-")))
+LINE_WAYS = tuple(name for name in WAYS if not name.startswith(("packed-", "grid-", "cuda-")))
 """Names of the contenders on sequences, which run at any length and on any device."""
