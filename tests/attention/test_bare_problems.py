@@ -305,12 +305,16 @@ def test_a_backward_pass_inside_autocast_is_exact() -> None:
     assert torch.equal(gradient(), expected)
 
 
-def test_gradients_that_are_recorded_match() -> None:
-    """With ``create_graph``, the operator computes the gradients, and refuses the second ones."""
-    query, key_bias = torch.randn(3, 4, 20, 8, requires_grad=True), torch.randn(3, 4, 20, requires_grad=True)
-    prior, documents = GeneralizedGaussian(4, learn=True), torch.arange(60).view(3, 20) // 7
-    leaves = (query, key_bias, *prior.parameters())
-    with mock.patch.object(bare, "SHORT_NUMBERS", 2 * 4 * 20 * 20), counted() as answered:
+@pytest.mark.parametrize("length", [20, 200])
+def test_gradients_that_are_recorded_match(length: int) -> None:
+    """With ``create_graph``, the operator computes the gradients, in one tile or several, and refuses the second ones.
+
+    All keys of one document are padding.
+    """
+    query, key_bias = torch.randn(3, 4, length, 8).double(), torch.randn(3, 4, length).double()
+    prior, documents = GeneralizedGaussian(4, learn=True), torch.arange(3 * length).view(3, length) * 9 // (3 * length)
+    leaves = (query.requires_grad_(), key_bias.requires_grad_(), *prior.parameters())
+    with mock.patch.object(bare, "SHORT_NUMBERS", 2 * 4 * length * length), counted() as answered:
         out = attend(
             query, query, query, prior, document_ids=documents, key_padding_mask=documents == 3, key_bias=key_bias
         )

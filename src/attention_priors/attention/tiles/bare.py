@@ -234,7 +234,8 @@ class _ShortContext(torch.autograd.Function):
         wanted = (*ctx.needs_input_grad[:6], *[False] * 4)
         if torch.is_grad_enabled():
             # The operator raises the error about second derivatives.
-            lse = lse if need_lse else lse - weights.amax(-1).log()
+            # A query that sees no key has no weights, and keeps its -inf.
+            lse = lse if need_lse else lse - weights.amax(-1).clamp(min=1e-30).log()
             highest, lowest = key.shape[2] - 1, 0 if geometry.causal else 1 - query.shape[2]
             of_prior = (table, key_bias, row_scale, scales_prior, inside, None, highest, highest - lowest + 1)
             masks = (x[texts] if isinstance(x, Tensor) else x for x in geometry_arguments(geometry))
