@@ -1,4 +1,4 @@
-"""A short context without positions or an ``attn_mask``.
+"""A short context without given positions, an ``attn_mask`` or interleaved documents.
 
 It needs two products and a softmax. Tiles and table views make long contexts fast, but their setup takes longer than
 the whole computation here. The same is true of one query (:mod:`~attention_priors.attention.tiles.decoding`).
@@ -70,6 +70,7 @@ def attend_bare(problem: Problem, plan: Plan, *, need_lse: bool) -> tuple[Tensor
 
 
 def _is_short(geometry: Geometry) -> bool:
+    """Return whether :func:`_attend_short` supports sizes, positions and documents of several queries."""
     pairs = geometry.num_queries * geometry.num_keys
     return (
         pairs <= SHORT_PAIRS
