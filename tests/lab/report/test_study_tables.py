@@ -307,6 +307,22 @@ def test_the_best_trial_has_the_most_pass_keys_then_the_lowest_loss():
     assert scaled == ["X", "with", "rate=0.2, scale=ssmax", "3", "75", "12.2"]
 
 
+def test_the_best_trial_of_the_copy_mixture_has_the_lowest_loss_at_the_shortest_length():
+    """The loss of all tokens counts, above the optimum's, at the shortest length. Such a sweep has no table of axes."""
+    found = {"0.1": (2.5, 2.4), "0.2": (2.4, 2.9), "0.3": (2.6, 2.2)}  # at 64 and 128 tokens
+    axes = {f"X {rate}": {"scheme": "X", "rate": rate} for rate in found}
+    rows = study({"schemes": {name: {} for name in axes}}, {name: {"axes": own} for name, own in axes.items()})
+    for name, losses in zip(axes, found.values(), strict=True):
+        for kind, change in (("all", 0.0), ("noise", -10 * losses[0])):
+            for length, loss in zip((64, 128), losses, strict=True):
+                numbers = {"nll": loss + change, "optimal_nll": 2.25, "expected_nll": 2.2, "tokens": 10}
+                rows.append({"row": "copying", "scheme": name, "seed": 0, "length": length, "kind": kind} | numbers)
+    (best,) = table(rows, "best_trials").lines
+    assert [*map(str, best)] == ["X", "without", "rate=0.2", "3", "0.150"]
+    assert "64 tokens" in table(rows, "best_trials").caption
+    assert not table(rows, "axes").lines
+
+
 def test_sweeps_around_a_base_have_no_best_trials(swept):
     assert not table(swept, "best_trials").lines
 

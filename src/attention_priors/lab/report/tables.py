@@ -437,28 +437,40 @@ def axes(results: Results) -> Table:
             for kind, cells in shares.get(name, [("", {})]):
                 lines.append(([comparison.title, value, kind], cells | tail))
                 tail = dict.fromkeys(tail, "")
-    words = wording("axes", lengths=[*lengths], has_losses=bool(within), measure=measure)
-    return Table.across("axes", words, ["axis", "value", "over"], lengths | within | farthest, lines)
+    words, columns = wording("axes", lengths=[*lengths], has_losses=bool(within), measure=measure), lengths | within
+    columns |= farthest
+    return Table.across("axes", words, ["axis", "value", "over"], columns, lines if columns else [])
 
 
 def best_trials(results: Results) -> Table:
-    """Return each scheme's best trial in a sweep without a base: most pass keys, then the lowest loss in training."""
+    """Return each scheme's best trial in a sweep without a base.
+
+    The best trial has the most pass keys, then the lowest loss in training; in the copy-mixture task, the lowest loss at
+    the shortest length.
+    """
     rows, losses, lines = own_passkeys(results), own_losses(results), []
     by_length = estimates.shares(rows, "scheme", "length")
     # A length that was not reached counts as 0.
     shares = by_length.groupby("scheme", observed=True).share.sum() / max(1, rows.length.nunique())
+    copied = results["copying"]
+    excess = {name: estimates.excess_losses(own, "all")[copied.length.min()] for name, own in by_scheme(copied)}
 
     def order(name: str) -> tuple[float, float]:
+        if excess:
+            return 0.0, excess[name][0]
         of_seeds = estimates.mean_losses(losses.rows_within_training(name))
         return -shares[name], sum(of_seeds) / len(of_seeds) if of_seeds else math.inf
 
     for (scheme, scaled), settings in trials(results).items():
-        if finished := [name for name in settings if name in shares]:
+        if finished := [name for name in settings if name in (excess or shares)]:
             best = min(finished, key=order)
-            words = [scheme, "with" if scaled else "without", settings[best]]
-            lines.append([*words, str(len(finished)), percent(shares[best]), losses.within_training(best)])
-    header = ["scheme", "logit\nscale", "best setting", "trials", "share, %", f"{losses.measure.name}\nwithin training"]
-    return Table("best_trials", wording("best_trials", measure=losses.measure), header, lines, words=3)
+            found = [Cell.of(excess[best], partial(decimals, digits=3))] if excess else [percent(shares[best])]
+            found += [] if excess else [losses.within_training(best)]
+            lines.append([scheme, "with" if scaled else "without", settings[best], str(len(finished)), *found])
+    header = ["scheme", "logit\nscale", "best setting", "trials"]
+    header += ["loss above\nthe optimum"] if excess else ["share, %", f"{losses.measure.name}\nwithin training"]
+    words = wording("best_trials", measure=losses.measure, shortest=copied.length.min() if excess else None)
+    return Table("best_trials", words, header, lines, words=3)
 
 
 def _farthest(losses: Losses) -> dict[Any, str]:
