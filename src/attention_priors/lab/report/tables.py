@@ -445,8 +445,8 @@ def axes(results: Results) -> Table:
 def best_trials(results: Results) -> Table:
     """Return each scheme's best trial in a sweep without a base.
 
-    The best trial has the most pass keys, then the lowest loss in training; in the copy-mixture task, the lowest loss at
-    the shortest length.
+    The best trial has the most pass keys, then the lowest loss in training. In the copy-mixture task, it has the lowest
+    loss at the shortest length.
     """
     rows, losses, lines = own_passkeys(results), own_losses(results), []
     by_length = estimates.shares(rows, "scheme", "length")
