@@ -56,6 +56,7 @@ def test_row_blocks_cover_all_rows_once(
     for block in blocks:
         assert [tile.start for tile in block.own[1:]] == [tile.stop for tile in block.own[:-1]]
         assert (block.own[0].start, block.own[-1].stop) == (block.whole.start, block.whole.stop)
+        assert len(block.own) == 1 or all(diagonal <= tile.shape[0] < 2 * diagonal for tile in block.own)
         assert all((tile.start, tile.stop) == (block.whole.start, block.whole.stop) for tile in block.others)
         assert all(tile.batches == block.whole.batches for tile in (*block.own, *block.others))
         rows_held[block.whole.batches, block.whole.rows] += 1

@@ -30,7 +30,8 @@ ROWS = 256
 MOST_KEYS = 512
 """Largest number of keys per tile."""
 NUMBERS = 2**18
-"""Approximate size of a working buffer, in numbers: 1 MiB in float32."""
+"""Approximate size of a thread's working buffer, in numbers: 1 MiB in float32. Twice as many where PyTorch's threads
+share a tile; each of two threads then has as much work as with a tile of its own."""
 PAIRS = 2**24
 """Query-key pairs, over all heads and rows of the batch, from which separate threads pay off. The forward pass needs
 more pairs: small operations gain more from threads, and the backward pass has many."""
@@ -94,14 +95,15 @@ def backward(
     )
     tile = min(block_rows, geometry.num_queries) * min(MOST_KEYS, geometry.num_keys)
     at_once = problem.is_large(PAIRS)
-    parts = problem.parts(kv_heads, heads // kv_heads, block_length(tile, NUMBERS), at_once)
+    numbers = NUMBERS if at_once else 2 * NUMBERS
+    parts = problem.parts(kv_heads, heads // kv_heads, block_length(tile, numbers), at_once)
 
     def make_workspace() -> _Workspace:
         names = ("weights", "logits' gradient", "product")
         scratch = [Scratch(name, problem.dtype, lse.device) for name in names]
         return _Workspace(bias_in_bits.for_thread(), bias.for_thread(), scratch)
 
-    work = [_Backward(part, content, problem, rows, found, block_rows) for part in parts]
+    work = [_Backward(part, content, problem, rows, found, block_rows, numbers) for part in parts]
     if bias.network is not None and wanted[3]:
         for one in work:
             one.network_grad = bias.network.zero_gradients()
@@ -188,6 +190,7 @@ class _Backward:
     rows: _Rows
     found: Gradients
     block_rows: int
+    numbers: int
     table_grad: Tensor | None = None
     network_grad: ScaledDistance | None = None
 
@@ -232,7 +235,7 @@ class _Backward:
         ):
             self._with_new_softmax(tiles, heads, queries)
         else:
-            step = max(MOST_KEYS // 4, min(MOST_KEYS, block_length(query.shape[0] * query.shape[1], NUMBERS)))
+            step = max(MOST_KEYS // 4, min(MOST_KEYS, block_length(query.shape[0] * query.shape[1], self.numbers)))
             # dS = P (dP + dlse - Σ P dP), and Σ_j P_ij dP_ij = <out_i, dout_i>.
             moment = cut(rows.lse_grad) - torch.linalg.vecdot(cut(rows.out).to(dtype), cut(rows.out_grad).to(dtype))
             shift, moment = (x.flip(2).unsqueeze(-1) for x in (cut(rows.shift), moment))

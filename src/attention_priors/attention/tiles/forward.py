@@ -29,7 +29,10 @@ from attention_priors.precision import NEAR, compute_dtype_of
 ROWS = 1024
 """Queries per block. The CPU's kernel is fastest from 768 queries on."""
 DIAGONAL_ROWS = 128
-"""Queries per tile next to the causal diagonal. Smaller tiles waste less work on hidden keys."""
+"""Least number of queries per tile next to the causal diagonal. Smaller tiles waste less work on hidden keys."""
+SHARED_DIAGONAL_ROWS = 192 if torch.backends.cpu.get_cpu_capability() == "AVX512" else DIAGONAL_ROWS
+"""``DIAGONAL_ROWS`` where PyTorch's threads share a tile. The CPU's kernel computes 32 queries at a time in tiles of
+fewer than 192, and 64 in larger ones. With 32, two threads of an Intel Xeon with AVX-512 are not faster than one."""
 KEYS_IN_MEMORY = 512
 """Keys per tile if the bias is in memory."""
 PAIRS = 2**26
@@ -68,12 +71,15 @@ class _Sizes(NamedTuple):
     """Queries per block."""
     keys: int | None
     """Largest number of keys per tile; None for all keys."""
+    diagonal_rows: int
+    """Least number of queries per tile next to the causal diagonal."""
 
 
 def _sizes_of(problem: BlockProblem, bias_of: Bias, heads: slice = EVERY) -> _Sizes:
     geometry = problem.geometry
+    diagonal = DIAGONAL_ROWS if problem.is_large(PAIRS) else SHARED_DIAGONAL_ROWS
     if not bias_of.in_memory:
-        return _Sizes(None, problem.level(ROWS, 0.75 * NEAR, heads), None)
+        return _Sizes(None, problem.level(ROWS, 0.75 * NEAR, heads), None, diagonal)
     # Heads share a bias that is only a mask.
     most, matrices = None, geometry.batch
     # The features of a network take memory too.
@@ -83,7 +89,7 @@ def _sizes_of(problem: BlockProblem, bias_of: Bias, heads: slice = EVERY) -> _Si
         most = matrices = min(geometry.batch * geometry.heads, max(2, block_length(tile, BIAS_NUMBERS)))
     rows = min(largest, max(DIAGONAL_ROWS, block_length(matrices * KEYS_IN_MEMORY, BIAS_NUMBERS)))
     keys = block_length(matrices * min(rows, geometry.num_queries), BIAS_NUMBERS)
-    return _Sizes(most, problem.level(rows, 0.75 * NEAR, heads), max(KEYS_IN_MEMORY, keys))
+    return _Sizes(most, problem.level(rows, 0.75 * NEAR, heads), max(KEYS_IN_MEMORY, keys), diagonal)
 
 
 def _has_room(content: Content, problem: BlockProblem) -> bool:
@@ -185,7 +191,7 @@ def _blocks(part: Part, problem: BlockProblem, sizes: _Sizes) -> Iterator[RowBlo
     """Yield the blocks of a part's queries, with the tiles of the keys that they see."""
     tiling, keys = problem.tiling.of_texts(part.batches), sizes.keys
     if problem.keeps_all(part.batches.start, part.heads.start):
-        yield from tiling.row_blocks(sizes.rows, DIAGONAL_ROWS, keys)
+        yield from tiling.row_blocks(sizes.rows, sizes.diagonal_rows, keys)
         return
     for block in tiling.blocks(BLOCK):
         ranges = problem.kept_keys(block, part.heads.start)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -155,8 +156,9 @@ class Tiling:
     def row_blocks(self, rows: int, diagonal_rows: int, keys: int | None) -> Iterator[RowBlock]:
         """Yield all queries in blocks of ``rows``, with tiles of at most ``keys`` keys.
 
-        Under a causal mask, large tiles hold the keys that all queries of a block see. Small tiles of ``diagonal_rows``
-        queries, next to the diagonal, hold the other keys. So few hidden keys are computed.
+        Under a causal mask, large tiles hold the keys that all queries of a block see. Small tiles next to the
+        diagonal, of at least ``diagonal_rows`` queries and about equal size, hold the other keys. So few hidden keys
+        are computed.
         """
         if self.reach is not None and self.reach[1] - self.reach[0] < 2 * rows:
             rows = min(rows, diagonal_rows)  # a window that moves past its keys within one block
@@ -168,9 +170,8 @@ class Tiling:
                 if self.geometry.causal and self.geometry.offset is not None and stop - start > diagonal_rows:
                     split = min(last, start + self.geometry.offset + 1)
                     split = split if split - first > 2 * diagonal_rows else first
-                    own = []
-                    for a in range(start, stop, diagonal_rows):
-                        b = min(a + diagonal_rows, stop)
+                    own, count = [], (stop - start) // diagonal_rows
+                    for a, b in pairwise(start + i * (stop - start) // count for i in range(count + 1)):
                         own_first, own_last = self.keys_of(segment, a, b)
                         own_first = max(own_first, split)
                         own.append(Tile(segment.batches, a, b, own_first, max(own_first, own_last)))
