@@ -22,9 +22,9 @@ def two_threads() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-def numbers(number: int, prior: Prior | None = None, **options: Any) -> list[Tensor]:
-    """Return output and gradients of a problem large enough for separate threads, computed by some threads."""
-    torch.set_num_threads(number)
+def numbers(on_threads: int, prior: Prior | None = None, **options: Any) -> list[Tensor]:
+    """Return output and gradients of a problem that is divided as a large one, computed on one thread or several."""
+    torch.set_num_threads(on_threads)
     generator = torch.Generator().manual_seed(0)
     heads = 4 if prior is None else prior.num_heads
     query = torch.randn(2, heads, 1100, 16, generator=generator, requires_grad=True)
@@ -38,7 +38,7 @@ def numbers(number: int, prior: Prior | None = None, **options: Any) -> list[Ten
         out = attend(query, key, value, prior, **options)
         learned = [parameter for parameter in prior.parameters() if parameter.requires_grad]
         grads = torch.autograd.grad(out.square().sum(), [query, key, value, *learned])
-    assert done.called is (number > 1)
+    assert done.called is (on_threads > 1)
     return [out, *grads]
 
 

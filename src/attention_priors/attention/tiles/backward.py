@@ -95,15 +95,15 @@ def backward(
     )
     tile = min(block_rows, geometry.num_queries) * min(MOST_KEYS, geometry.num_keys)
     at_once = problem.is_large(PAIRS)
-    numbers = NUMBERS if at_once else 2 * NUMBERS
-    parts = problem.parts(kv_heads, heads // kv_heads, block_length(tile, numbers), at_once)
+    buffer_size = NUMBERS if at_once else 2 * NUMBERS
+    parts = problem.parts(kv_heads, heads // kv_heads, block_length(tile, buffer_size), at_once)
 
     def make_workspace() -> _Workspace:
         names = ("weights", "logits' gradient", "product")
         scratch = [Scratch(name, problem.dtype, lse.device) for name in names]
         return _Workspace(bias_in_bits.for_thread(), bias.for_thread(), scratch)
 
-    work = [_Backward(part, content, problem, rows, found, block_rows, numbers) for part in parts]
+    work = [_Backward(part, content, problem, rows, found, block_rows, buffer_size) for part in parts]
     if bias.network is not None and wanted[3]:
         for one in work:
             one.network_grad = bias.network.zero_gradients()
@@ -190,7 +190,8 @@ class _Backward:
     rows: _Rows
     found: Gradients
     block_rows: int
-    numbers: int
+    buffer_size: int
+    """Approximate size of a working buffer, in numbers."""
     table_grad: Tensor | None = None
     network_grad: ScaledDistance | None = None
 
@@ -235,7 +236,7 @@ class _Backward:
         ):
             self._with_new_softmax(tiles, heads, queries)
         else:
-            step = max(MOST_KEYS // 4, min(MOST_KEYS, block_length(query.shape[0] * query.shape[1], self.numbers)))
+            step = max(MOST_KEYS // 4, min(MOST_KEYS, block_length(query.shape[0] * query.shape[1], self.buffer_size)))
             # dS = P (dP + dlse - Σ P dP), and Σ_j P_ij dP_ij = <out_i, dout_i>.
             moment = cut(rows.lse_grad) - torch.linalg.vecdot(cut(rows.out).to(dtype), cut(rows.out_grad).to(dtype))
             shift, moment = (x.flip(2).unsqueeze(-1) for x in (cut(rows.shift), moment))

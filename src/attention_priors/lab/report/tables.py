@@ -437,8 +437,8 @@ def axes(results: Results) -> Table:
             for kind, cells in shares.get(name, [("", {})]):
                 lines.append(([comparison.title, value, kind], cells | tail))
                 tail = dict.fromkeys(tail, "")
-    words, columns = wording("axes", lengths=[*lengths], has_losses=bool(within), measure=measure), lengths | within
-    columns |= farthest
+    words = wording("axes", lengths=[*lengths], has_losses=bool(within), measure=measure)
+    columns = lengths | within | farthest
     return Table.across("axes", words, ["axis", "value", "over"], columns, lines if columns else [])
 
 
@@ -448,29 +448,31 @@ def best_trials(results: Results) -> Table:
     The best trial has the most pass keys, then the lowest loss in training. In the copy-mixture task, it has the lowest
     loss at the shortest length.
     """
-    rows, losses, lines = own_passkeys(results), own_losses(results), []
-    by_length = estimates.shares(rows, "scheme", "length")
+    copied, losses, lines = results["copying"], own_losses(results), []
+    shortest = int(copied.length.min()) if len(copied) else 0
+    excess = {name: estimates.excess_losses(own, "all")[shortest] for name, own in by_scheme(copied)}
+    rows = own_passkeys(results)
     # A length that was not reached counts as 0.
+    by_length = estimates.shares(rows, "scheme", "length")
     shares = by_length.groupby("scheme", observed=True).share.sum() / max(1, rows.length.nunique())
-    copied = results["copying"]
-    excess = {name: estimates.excess_losses(own, "all")[copied.length.min()] for name, own in by_scheme(copied)}
 
-    def order(name: str) -> tuple[float, float]:
+    def judged(name: str) -> tuple[tuple[float, ...], list[Cell | str]]:
+        """Return a trial's rank, lowest first, and its cells."""
         if excess:
-            return 0.0, excess[name][0]
+            return excess[name][:1], [Cell.of(excess[name], partial(decimals, digits=3))]
         of_seeds = estimates.mean_losses(losses.rows_within_training(name))
-        return -shares[name], sum(of_seeds) / len(of_seeds) if of_seeds else math.inf
+        loss = sum(of_seeds) / len(of_seeds) if of_seeds else math.inf
+        return (-shares[name], loss), [percent(shares[name]), losses.within_training(name)]
 
     for (scheme, scaled), settings in trials(results).items():
-        if finished := [name for name in settings if name in (excess or shares)]:
-            best = min(finished, key=order)
-            found = [Cell.of(excess[best], partial(decimals, digits=3))] if excess else [percent(shares[best])]
-            found += [] if excess else [losses.within_training(best)]
-            lines.append([scheme, "with" if scaled else "without", settings[best], str(len(finished)), *found])
-    header = ["scheme", "logit\nscale", "best setting", "trials"]
-    header += ["loss above\nthe optimum"] if excess else ["share, %", f"{losses.measure.name}\nwithin training"]
-    words = wording("best_trials", measure=losses.measure, shortest=copied.length.min() if excess else None)
-    return Table("best_trials", words, header, lines, words=3)
+        if finished := {name: judged(name) for name in settings if name in (excess or shares)}:
+            best = min(finished, key=lambda name: finished[name][0])
+            words = [scheme, "with" if scaled else "without", settings[best], str(len(finished))]
+            lines.append([*words, *finished[best][1]])
+    headings = ["loss above\nthe optimum"] if excess else ["share, %", f"{losses.measure.name}\nwithin training"]
+    header = ["scheme", "logit\nscale", "best setting", "trials", *headings]
+    about = wording("best_trials", measure=losses.measure, shortest=shortest)
+    return Table("best_trials", about, header, lines, words=3)
 
 
 def _farthest(losses: Losses) -> dict[Any, str]:
