@@ -9,7 +9,7 @@ from unittest import mock
 import pytest
 import torch
 from attention_cases import PRIORS, Case, examples, priors
-from attention_errors import Cotangents, compute, errors, float32_tolerance, gradient_scales
+from attention_errors import Cotangents, Result, compute, errors, float32_tolerance, gradient_scales
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -223,6 +223,27 @@ def test_short_contexts_match_the_reference(name: str, dtype: torch.dtype) -> No
         assert len({*ways}) == 2  # up to the threshold, and above
     elif name != "sum":
         assert sum(ways) > len(ways) / 2, "hardly ever taken"
+
+
+@pytest.mark.parametrize("name", ["none", "laplace", "generalized_gaussian", "relative_buckets", "key_sink"])
+def test_short_contexts_in_a_call_of_the_kernel_match_the_reference(name: str) -> None:
+    @examples(10, name)
+    @given(short_context(name, torch.float32), st.integers(1, 3))
+    def check(case: Case, rows_at_once: int) -> None:
+        case = replace(case, document_ids=None, key_padding_mask=None)
+        expected = compute(case.to(torch.float64), "reference")
+        logits_of_row = case.query.shape[1] * case.query.shape[2] * case.key.shape[2]
+        with (
+            mock.patch.object(bare, "FUSED_ROWS", 1),
+            mock.patch.object(bare, "SHORT_NUMBERS", rows_at_once * logits_of_row),
+            mock.patch.object(bare, "FLASH_ON_CPU", wraps=bare.FLASH_ON_CPU) as kernel,
+            torch.no_grad(),
+        ):
+            found = Result(*case.attend("toeplitz"), {})
+        assert kernel.called
+        assert max(errors(found, replace(expected, grads={}), {}).values()) <= float32_tolerance(case)
+
+    check()
 
 
 def case_is_general(name: str) -> bool:

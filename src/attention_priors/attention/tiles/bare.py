@@ -28,7 +28,7 @@ from attention_priors.attention.tiles.arithmetic import diagonals
 from attention_priors.attention.tiles.bias import far_rows
 from attention_priors.attention.tiles.block_problem import Content, Gradients, all_of, columns_together
 from attention_priors.attention.tiles.decoding import attend_one
-from attention_priors.attention.tiles.forward import is_one_on_cpu
+from attention_priors.attention.tiles.forward import FLASH_ON_CPU, is_one_on_cpu
 from attention_priors.attention.tiles.one_tile import gradients, logits_of, stacked
 from attention_priors.precision import compute_dtype_of, drop_negligible, without_autocast
 from attention_priors.priors import Prior
@@ -38,6 +38,8 @@ SHORT_PAIRS = 2**17
 """Largest number of query-key pairs (362 tokens) for which two products and a softmax are faster than tiles."""
 SHORT_NUMBERS = 2**20
 """Largest number of logits that are computed at once. Larger matrices do not fit in a core's cache."""
+FUSED_ROWS = 192 if torch.backends.cpu.get_cpu_capability() == "AVX512" else SHORT_PAIRS + 1
+"""Number of queries from which PyTorch's kernel is faster than two products and a softmax, without a backward pass."""
 LOWEST = -1e30
 """Lowest bias of a visible key. In float32, lower biases might become ``-inf``, as if the key was hidden."""
 
@@ -103,11 +105,14 @@ def _attend_short(problem: Problem, plan: Plan, need_lse: bool) -> tuple[Tensor,
         key_bias = key_bias - best
     learning = torch.is_grad_enabled()
     run = _ShortContext.apply if learning else _forward
+    fused = inside is None and not learning and not geometry.has_masks and _suits_flash(problem.query, problem.value)
     number, found = SHORT_NUMBERS // (geometry.heads * geometry.num_queries * geometry.num_keys), []
+    if fused and not problem.scales_prior and (key_bias is None or len(key_bias) == 1):
+        number = geometry.batch  # all rows share a bias, and there are no logits in memory
     tensors = (problem.query, problem.key, problem.value, key_bias, scale)
     for start, query, key, value, bias, factor in _rows_of(geometry.batch, number, *tensors):
         texts = slice(start, start + number)
-        how = _How(problem.softmax_scale, problem.scales_prior, geometry, texts, need_lse, learning, inside)
+        how = _How(problem.softmax_scale, problem.scales_prior, geometry, texts, need_lse, learning, fused, inside)
         found.append(run(query, key, value, table, bias, factor, how)[:2])
     out, lse = found[0] if len(found) == 1 else map(torch.cat, zip(*found, strict=True))
     if far_rows(lse) is not None:
@@ -115,6 +120,11 @@ def _attend_short(problem: Problem, plan: Plan, need_lse: bool) -> tuple[Tensor,
     if best is not None and need_lse:
         lse = lse + (best if scale is None or not problem.scales_prior else best * scale)
     return out, lse if need_lse else None
+
+
+def _suits_flash(query: Tensor, value: Tensor) -> bool:
+    """Return whether PyTorch's kernel supports widths and dtype, and is faster than two products."""
+    return query.shape[2] >= FUSED_ROWS and query.dtype == torch.float32 and query.shape[-1] == value.shape[-1]
 
 
 def _rows_of(batch: int, number: int, *tensors: Tensor | None) -> Iterator[tuple[Any, ...]]:
@@ -138,6 +148,8 @@ class _How(NamedTuple):
     need_lse: bool
     learning: bool
     """Whether a backward pass may follow."""
+    fused: bool
+    """Whether PyTorch's kernel computes products and softmax."""
     inside: Tensor | None
     """Which distances the prior lets a query see, boolean ``(N,)``; None for all."""
 
@@ -157,9 +169,10 @@ def _forward(
         Output, log-sum-exp (or each row's highest logit without ``need_lse``), weights, and the log-prior if a logit
         scale multiplies it.
     """
-    softmax_scale, scales_prior, geometry, texts, need_lse, learning, inside = how
+    softmax_scale, scales_prior, geometry, texts, need_lse, learning, fused, inside = how
     causal, allowed = geometry.causal, geometry.allowed(slice(None), slice(None), texts)
     rows, number, dtype = query.shape[2], key.shape[2], compute_dtype_of(query)
+    reverse = fused and not scales_prior  # the bias of queries in reverse order needs no memory
     apart = table is None or scales_prior
     if row_scale is not None and table is not None and scales_prior and not learning:
         apart = not bool((row_scale > 0).all())  # a positive scale keeps a mask of -inf
@@ -169,7 +182,7 @@ def _forward(
         table = table.to(dtype).clamp(min=LOWEST)
         if inside is not None and not apart:
             table = table.masked_fill(~inside, -math.inf)
-        bias = _by_distance(table, rows, number, causal, 0.0 if apart else -math.inf)
+        bias = _by_distance(table, rows, number, causal, 0.0 if apart else -math.inf, reverse)
     if key_bias is not None:
         bias = bias + key_bias.to(dtype).clamp(min=LOWEST).unsqueeze(-2)
     log_prior = bias if scales_prior else None
@@ -183,10 +196,14 @@ def _forward(
         # The logit scale must not multiply the mask.
         mask = query.new_zeros(1, number if causal else number + rows - 1, dtype=dtype)
         mask = mask if inside is None else mask.masked_fill(~inside, -math.inf)
-        hidden = _by_distance(mask, rows, number, causal, -math.inf)
+        hidden = _by_distance(mask, rows, number, causal, -math.inf, reverse)
         bias = bias.add_(hidden) if scales_prior and bias.shape[2:] == hidden.shape[2:] else bias + hidden
     if allowed is not None:
         bias = torch.where(allowed, bias, -math.inf)
+    if fused:
+        query, bias = query.flip(2) if reverse else query, bias.expand(*query.shape[:3], number)
+        out, lse = FLASH_ON_CPU(query, key, value, attn_mask=bias, scale=softmax_scale)
+        return *((out.flip(2), lse.flip(2)) if reverse else (out, lse)), out, log_prior
     with without_autocast("cpu"):
         logits = logits_of(query, key, bias, softmax_scale)
         lse = logits.amax(-1)
@@ -205,14 +222,16 @@ def _forward(
     return out.view(*query.shape[:3], value.shape[-1]).to(query.dtype), lse, weights, log_prior
 
 
-def _by_distance(table: Tensor, rows: int, number: int, causal: bool, beyond: float) -> Tensor:
+def _by_distance(table: Tensor, rows: int, number: int, causal: bool, beyond: float, reverse: bool) -> Tensor:
     """Return the entry of each pair's distance, ``(1, H, rows, number)``, from a table of falling distances ``(H, N)``.
 
-    Under a causal mask the table ends at distance 0, and later keys get ``beyond``.
+    Under a causal mask the table ends at distance 0, and later keys get ``beyond``. With queries in ``reverse`` order,
+    the result is a view.
     """
     table = columns_together(torch.constant_pad_nd(table, (0, rows - 1), beyond) if causal else table)
     # Counted from the last query, each row starts one entry later than the row before.
-    return table.as_strided((1, len(table), rows, number), (0, table.stride(0), 1, 1)).flip(2)
+    entries = table.as_strided((1, len(table), rows, number), (0, table.stride(0), 1, 1))
+    return entries if reverse else entries.flip(2)
 
 
 class _ShortContext(torch.autograd.Function):
@@ -229,7 +248,7 @@ class _ShortContext(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         query, key, value, table, key_bias, row_scale, out, lse, weights, log_prior = ctx.saved_tensors
-        softmax_scale, scales_prior, geometry, texts, need_lse, _, inside = ctx.how
+        softmax_scale, scales_prior, geometry, texts, need_lse, _, _, inside = ctx.how
         out_grad = torch.zeros_like(out) if grads[0] is None else grads[0]
         # The last four are parts of a network, which is in the table here.
         wanted = (*ctx.needs_input_grad[:6], *[False] * 4)
