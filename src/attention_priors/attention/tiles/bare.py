@@ -28,7 +28,7 @@ from attention_priors.attention.tiles.arithmetic import diagonals
 from attention_priors.attention.tiles.bias import far_rows
 from attention_priors.attention.tiles.block_problem import Content, Gradients, all_of, columns_together
 from attention_priors.attention.tiles.decoding import attend_one
-from attention_priors.attention.tiles.forward import FLASH_ON_CPU, is_one_on_cpu
+from attention_priors.attention.tiles.forward import attend_plain, is_one_on_cpu
 from attention_priors.attention.tiles.one_tile import gradients, logits_of, stacked
 from attention_priors.precision import compute_dtype_of, drop_negligible, without_autocast
 from attention_priors.priors import Prior
@@ -105,9 +105,9 @@ def _attend_short(problem: Problem, plan: Plan, need_lse: bool) -> tuple[Tensor,
         key_bias = key_bias - best
     learning = torch.is_grad_enabled()
     run = _ShortContext.apply if learning else _forward
-    fused = inside is None and not learning and not geometry.has_masks and _suits_flash(problem.query, problem.value)
+    fused = inside is None and not learning and _suits_flash(problem.query, problem.value)
     number, found = SHORT_NUMBERS // (geometry.heads * geometry.num_queries * geometry.num_keys), []
-    if fused and not problem.scales_prior and (key_bias is None or len(key_bias) == 1):
+    if fused and not geometry.has_masks and not problem.scales_prior and (key_bias is None or len(key_bias) == 1):
         number = geometry.batch  # all rows share a bias, and there are no logits in memory
     tensors = (problem.query, problem.key, problem.value, key_bias, scale)
     for start, query, key, value, bias, factor in _rows_of(geometry.batch, number, *tensors):
@@ -172,7 +172,8 @@ def _forward(
     softmax_scale, scales_prior, geometry, texts, need_lse, learning, fused, inside = how
     causal, allowed = geometry.causal, geometry.allowed(slice(None), slice(None), texts)
     rows, number, dtype = query.shape[2], key.shape[2], compute_dtype_of(query)
-    reverse = fused and not scales_prior  # the bias of queries in reverse order needs no memory
+    # The bias of queries in reverse order needs no memory.
+    reverse = fused and allowed is None and not scales_prior
     apart = table is None or scales_prior
     if row_scale is not None and table is not None and scales_prior and not learning:
         apart = not bool((row_scale > 0).all())  # a positive scale keeps a mask of -inf
@@ -199,10 +200,13 @@ def _forward(
         hidden = _by_distance(mask, rows, number, causal, -math.inf, reverse)
         bias = bias.add_(hidden) if scales_prior and bias.shape[2:] == hidden.shape[2:] else bias + hidden
     if allowed is not None:
-        bias = torch.where(allowed, bias, -math.inf)
+        # Much faster than torch.where over all heads.
+        bias = bias + query.new_zeros(allowed.shape, dtype=dtype).masked_fill_(~allowed, -math.inf)
     if fused:
-        query, bias = query.flip(2) if reverse else query, bias.expand(*query.shape[:3], number)
-        out, lse = FLASH_ON_CPU(query, key, value, attn_mask=bias, scale=softmax_scale)
+        blind = None if allowed is None else (geometry.visible_keys[texts] == 0).unsqueeze(-1)
+        blind = blind if blind is not None and bool(blind.any()) else None
+        query = query.flip(2) if reverse else query
+        out, lse = attend_plain(query, key, value, bias, blind, softmax_scale)
         return *((out.flip(2), lse.flip(2)) if reverse else (out, lse)), out, log_prior
     with without_autocast("cpu"):
         logits = logits_of(query, key, bias, softmax_scale)
