@@ -15,7 +15,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
 from attention_priors.lab.report import estimates
-from attention_priors.lab.report.comparisons import Comparison
+from attention_priors.lab.report.comparisons import Comparison, panels
 from attention_priors.lab.report.estimates import KINDS, LossMeasure, by_scheme, over, schemes_in
 from attention_priors.lab.report.figures import layout, scales
 from attention_priors.lab.report.figures.layout import Draw, Looks, figure_of_lines, line_key, training_key
@@ -223,8 +223,11 @@ def _loss_axis(axes: Axes, measure: LossMeasure, means: Any) -> float:
 
 
 def copying_by_length(results: Results) -> Figure | None:
-    """Draw the loss above the optimum against row length, for all tokens and for each kind."""
+    """Draw the loss above the optimum against row length: for each kind of token, or in the recipe's panels for all."""
     rows = results["copying"]
+    if panels(results):
+        every = rows[rows.kind == "all"].assign(excess=lambda own: own.nll - own.optimal_nll)
+        return _means_by_length(results, every, "excess", "loss above the optimum's,\nnats per token", None)
     shown = layout.overview_looks(results, schemes_in(rows))
     if not shown:
         return None
