@@ -641,6 +641,11 @@ def test_losses_of_copies_are_drawn_above_the_optimum():
     for row in rows.of("copying"):
         row["nll"] += 50 * row["seed"] - 25
     assert titled(drawn(rows, "copying_by_length"))["all tokens"].get_ylim()[1] < 2  # wide bands are cut off
+    rows[0]["recipe"]["panels"] = {"A sink": ["GOAT"], "No sink": ["RoPE"]}
+    shown = titled(drawn(rows, "copying_by_length"))
+    for index, (title, scheme) in enumerate((("A sink", "GOAT"), ("No sink", "RoPE"))):
+        (line,) = by_gid(shown[title], f"excess:{scheme}")
+        assert points(line) == pytest.approx(dict.fromkeys((64, 128), -0.1 + 0.005 + index))  # of all tokens
 
 
 def test_margins_are_drawn_by_seed():
