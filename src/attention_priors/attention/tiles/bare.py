@@ -1,7 +1,8 @@
 """A short context without given positions, an ``attn_mask`` or interleaved documents.
 
-It needs two products and a softmax. Tiles and table views make long contexts fast, but their setup takes longer than
-the whole computation here. The same is true of one query (:mod:`~attention_priors.attention.tiles.decoding`).
+It needs two products and a softmax, or one call of PyTorch's kernel. Tiles and table views make long contexts fast, but
+their setup takes longer than the whole computation here. The same is true of one query
+(:mod:`~attention_priors.attention.tiles.decoding`).
 """
 
 from __future__ import annotations
@@ -162,12 +163,12 @@ def _forward(
     key_bias: Tensor | None,
     row_scale: Tensor | None,
     how: _How,
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Compute attention with two products and a softmax.
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+    """Compute attention with two products and a softmax or, if ``how.fused``, with PyTorch's kernel.
 
     Returns:
-        Output, log-sum-exp (or each row's highest logit without ``need_lse``), weights, and the log-prior if a logit
-        scale multiplies it.
+        Output, log-sum-exp (or each row's highest logit without ``need_lse``), weights (None if fused), and the
+        log-prior if a logit scale multiplies it.
     """
     softmax_scale, scales_prior, geometry, texts, need_lse, learning, fused, inside = how
     causal, allowed = geometry.causal, geometry.allowed(slice(None), slice(None), texts)
@@ -207,7 +208,7 @@ def _forward(
         blind = blind if blind is not None and bool(blind.any()) else None
         query = query.flip(2) if reverse else query
         out, lse = attend_plain(query, key, value, bias, blind, softmax_scale)
-        return *((out.flip(2), lse.flip(2)) if reverse else (out, lse)), out, log_prior
+        return *((out.flip(2), lse.flip(2)) if reverse else (out, lse)), None, log_prior
     with without_autocast("cpu"):
         logits = logits_of(query, key, bias, softmax_scale)
         lse = logits.amax(-1)
