@@ -29,7 +29,7 @@ from attention_priors.attention.tiles.arithmetic import diagonals
 from attention_priors.attention.tiles.bias import far_rows
 from attention_priors.attention.tiles.block_problem import Content, Gradients, all_of, columns_together
 from attention_priors.attention.tiles.decoding import attend_one
-from attention_priors.attention.tiles.forward import attend_plain, is_one_on_cpu
+from attention_priors.attention.tiles.forward import AVX512, attend_plain, is_one_on_cpu
 from attention_priors.attention.tiles.one_tile import gradients, logits_of, stacked
 from attention_priors.precision import compute_dtype_of, drop_negligible, without_autocast
 from attention_priors.priors import Prior
@@ -39,8 +39,9 @@ SHORT_PAIRS = 2**17
 """Largest number of query-key pairs (362 tokens) for which two products and a softmax are faster than tiles."""
 SHORT_NUMBERS = 2**20
 """Largest number of logits that are computed at once. Larger matrices do not fit in a core's cache."""
-FUSED_ROWS = 192 if torch.backends.cpu.get_cpu_capability() == "AVX512" else SHORT_PAIRS + 1
-"""Number of queries from which PyTorch's kernel is faster than two products and a softmax, without a backward pass."""
+FUSED_ROWS = 192 if AVX512 else SHORT_PAIRS + 1
+"""Number of queries from which PyTorch's kernel is faster than two products and a softmax, without a backward pass.
+Without AVX-512, no short context has as many."""
 LOWEST = -1e30
 """Lowest bias of a visible key. In float32, lower biases might become ``-inf``, as if the key was hidden."""
 
@@ -106,7 +107,7 @@ def _attend_short(problem: Problem, plan: Plan, need_lse: bool) -> tuple[Tensor,
         key_bias = key_bias - best
     learning = torch.is_grad_enabled()
     run = _ShortContext.apply if learning else _forward
-    fused = inside is None and not learning and _suits_flash(problem.query, problem.value)
+    fused = inside is None and not learning and _suits_kernel(problem.query, problem.value)
     number, found = SHORT_NUMBERS // (geometry.heads * geometry.num_queries * geometry.num_keys), []
     if fused and not geometry.has_masks and not problem.scales_prior and (key_bias is None or len(key_bias) == 1):
         number = geometry.batch  # all rows share a bias, and there are no logits in memory
@@ -123,7 +124,7 @@ def _attend_short(problem: Problem, plan: Plan, need_lse: bool) -> tuple[Tensor,
     return out, lse if need_lse else None
 
 
-def _suits_flash(query: Tensor, value: Tensor) -> bool:
+def _suits_kernel(query: Tensor, value: Tensor) -> bool:
     """Return whether PyTorch's kernel supports widths and dtype, and is faster than two products."""
     return query.shape[2] >= FUSED_ROWS and query.dtype == torch.float32 and query.shape[-1] == value.shape[-1]
 

@@ -30,7 +30,9 @@ ROWS = 1024
 """Queries per block. The CPU's kernel is fastest from 768 queries on."""
 DIAGONAL_ROWS = 128
 """Least number of queries per tile next to the causal diagonal. Smaller tiles waste less work on hidden keys."""
-SHARED_DIAGONAL_ROWS = 192 if torch.backends.cpu.get_cpu_capability() == "AVX512" else DIAGONAL_ROWS
+AVX512 = torch.backends.cpu.get_cpu_capability() == "AVX512"
+"""Whether PyTorch uses the CPU's AVX-512 instructions."""
+SHARED_DIAGONAL_ROWS = 192 if AVX512 else DIAGONAL_ROWS
 """``DIAGONAL_ROWS`` where PyTorch's threads share a tile. The CPU's kernel computes 32 queries at a time in tiles of
 fewer than 192, and 64 in larger ones. With 32, two threads of an Intel Xeon with AVX-512 are not faster than one."""
 KEYS_IN_MEMORY = 512
