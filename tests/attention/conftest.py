@@ -4,8 +4,16 @@ from collections.abc import Iterator
 from unittest import mock
 
 import pytest
+from pruning_cases import pruned_above
 
 from attention_priors.attention.tiles import bare, block_problem, tiling
+
+
+@pytest.fixture(scope="module", autouse=True)
+def short_sequences_are_pruned() -> Iterator[None]:
+    """Prune from three blocks of keys on, where it would not save time."""
+    with pruned_above(512):
+        yield
 
 
 @pytest.fixture(params=["in one tile", "in tiles"])

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from typing import Any
 from unittest import mock
 
 import torch
@@ -38,7 +39,15 @@ def small_blocks(size: int, worth_pruning: float = math.inf) -> Iterator[None]:
                 WORTH_PRUNING=worth_pruning,
             )
         )
+        stack.enter_context(pruned_above(2 * size))
         yield
+
+
+def pruned_above(fewest: int) -> AbstractContextManager[Any]:
+    """Prune with more than ``fewest`` keys, for any number of queries and on any device."""
+    return mock.patch.multiple(
+        certificate, FEWEST_KEYS=fewest, FEWEST_KEYS_ON_CUDA=fewest, FEWEST_CACHED_KEYS=fewest, FEW_QUERIES=0
+    )
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from attention_cases import PRIORS, Case, examples, priors
 from attention_errors import Cotangents, Result, compute, errors, float32_tolerance, gradient_scales
 from hypothesis import given
 from hypothesis import strategies as st
+from pruning_cases import pruned_above
 
 from attention_priors import ClippedOffsets, GeneralizedGaussian, Laplace, SSMax, Window, attend
 from attention_priors.attention.plan import Plan
@@ -107,17 +108,27 @@ PADDING = torch.zeros(2, 50, dtype=torch.bool).index_fill_(1, torch.arange(7), T
         plain(Laplace(4), attn_mask=PADDING[:1, None, None].expand(1, 1, 1, 50)),
         plain(Laplace(4), document_ids=PADDING.long()),
         plain(Laplace(4), query_positions=torch.tensor([60])),
-        plain(Laplace(4), tolerance=1e-3),
     ],
-    ids=["window", "padding", "mask", "documents", "positions", "pruned"],
+    ids=["window", "padding", "mask", "documents", "positions"],
 )
 def test_masks_and_positions_use_the_general_path(case: Case) -> None:
     with torch.no_grad(), counted() as answered:
         found = attend(case.query, case.key, case.value, case.prior, **case.options(), backend="toeplitz")
     assert answered == [False]
-    exact = replace(case, tolerance=0.0)
-    expected = attend(case.query, case.key, case.value, case.prior, **exact.options(), backend="reference")
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=5e-3 if case.tolerance else 1e-5)
+    expected = attend(case.query, case.key, case.value, case.prior, **case.options(), backend="reference")
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("num_queries", [1, 50])
+def test_a_tolerance_changes_the_path_only_if_keys_are_pruned(num_queries: int) -> None:
+    query, key, value = torch.randn(2, 4, num_queries, 8), *torch.randn(2, 2, 4, 50, 8)
+    with torch.no_grad():
+        exact = attend(query, key, value, Laplace(4))
+        for fewest, unpruned in {50: True, 49: False}.items():
+            with pruned_above(fewest), counted() as answered:
+                found = attend(query, key, value, Laplace(4), tolerance=1e-3, backend="toeplitz")
+            assert answered == [unpruned]
+            torch.testing.assert_close(found, exact, rtol=1e-5, atol=1e-5 if unpruned else 5e-3)
 
 
 def test_gradients_use_the_general_path() -> None:
@@ -256,7 +267,6 @@ def case_is_general(name: str) -> bool:
         {"attn_mask": PADDING[:1, None, None, :20]},
         {"document_ids": torch.arange(20).expand(2, -1) % 2},
         {"query_positions": torch.arange(20)},
-        {"tolerance": 1e-3},
     ],
     ids=str,
 )

@@ -1,13 +1,25 @@
 """explain() names the backend of a call and the reason."""
 
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 
-from attention_priors import ClippedOffsets, GeneralizedGaussian, KeySink, Laplace, ShawVectors, Spectral, explain
+from attention_priors import (
+    ClippedOffsets,
+    GeneralizedGaussian,
+    KeyBounds,
+    KeySink,
+    Laplace,
+    ShawVectors,
+    Spectral,
+    explain,
+)
 from attention_priors.attention.plan import make_plan
 from attention_priors.attention.problem import make_problem
+from attention_priors.attention.pruning import certificate
+from attention_priors.attention.pruning.certificate import FEW_QUERIES
 
 QUERY, KEY, VALUE = torch.randn(3, 1, 4, 300, 8).unbind()
 
@@ -20,7 +32,10 @@ def test_engine_is_named() -> None:
     assert engine() == "lanes: without a prior, one call of PyTorch's attention is enough"
     assert engine(Laplace(4)) == "toeplitz: not all of the prior is factored"
     assert engine(Spectral(4)) == "lanes: all of the prior is factored"
-    assert engine(Spectral(4), tolerance=0.1) == "toeplitz: pruning has tighter bounds for a table than for lanes"
+    assert engine(Spectral(4), tolerance=0.1) == "lanes: all of the prior is factored"
+    long = torch.randn(1, 4, 600, 8)
+    pruned = explain(long, long, long, Spectral(4), tolerance=0.1).splitlines()[0]
+    assert pruned == "toeplitz: pruning has tighter bounds for a table than for lanes"
     assert engine(KeySink(4, 64)) == "toeplitz: not all of the prior is factored"
     assert engine(relative=ShawVectors(8, 4)).startswith("blockwise: only the dense formula supports relative")
     assert engine(Laplace(4), backend="reference") == "reference: requested by name"
@@ -44,10 +59,19 @@ def test_pruning_is_explained() -> None:
     assert "tolerance: blocks of keys that together weigh less than 0.01 are pruned" in explain(
         long, long, long, prior, tolerance=0.01
     )
-    assert "tolerance: no key is pruned" in explain(QUERY, KEY, VALUE, prior, tolerance=0.01)
-    mask = torch.zeros(300, 300, dtype=torch.bool)
-    assert "tolerance: no key is pruned" in explain(QUERY, KEY, VALUE, prior, tolerance=0.01, attn_mask=mask)
     assert "tolerance" not in explain(QUERY, KEY, VALUE, prior)
+    mask = torch.zeros(300, 300, dtype=torch.bool)
+    with patch.multiple(certificate, FEWEST_KEYS=599, FEW_QUERIES=FEW_QUERIES, FEWEST_CACHED_KEYS=600):
+        for reason, arguments in {
+            "up to 599 keys, it would take more time than it saves": (QUERY, KEY, VALUE, prior),
+            "an attn_mask may hide any key": (QUERY, KEY, VALUE, prior, {"attn_mask": mask}),
+            "with fewer than 32 queries, it needs key_bounds": (QUERY[:, :, :31], KEY, VALUE, prior),
+            "up to 600 keys, it": (long[:, :, :1], long, long, prior, {"key_bounds": KeyBounds(long)}),
+            "only triton and toeplitz prune": (QUERY, KEY, VALUE, Spectral(4)),
+        }.items():
+            *given, options = arguments if isinstance(arguments[-1], dict) else (*arguments, {})
+            told = explain(*given, tolerance=0.01, **options)
+            assert f"tolerance: no key is pruned, because {reason}" in told
 
 
 def test_treatment_of_large_numbers_is_explained() -> None:

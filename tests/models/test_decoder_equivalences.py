@@ -8,7 +8,8 @@ from tiny_decoders import DISTINCT, VARIANTS, logits_of, tiny_decoder, tokens
 from torch import Tensor
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, StaticCache
 
-from attention_priors import attend
+from attention_priors import attend, explain
+from attention_priors.attention.pruning import certificate
 from attention_priors.models import PriorDecoderConfig, PriorDecoderForCausalLM
 from thoroughness import each_once, every_other_deep
 
@@ -48,17 +49,19 @@ def test_a_tolerance_bounds_the_error_and_skips_keys(monkeypatch: pytest.MonkeyP
     exact = in_chunks(model, ids, [900, 899, 1], DynamicCache(config=model.config))
     pruned = tiny_decoder(prior="laplace", tolerance=0.2)
     pruned.load_state_dict(model.state_dict())
-    seen: list[tuple[int, float]] = []
+    seen: list[tuple[int, bool]] = []
 
-    def watched(query: Tensor, *arguments: Any, tolerance: float, **options: Any) -> Tensor:
-        seen.append((query.shape[-2], tolerance))
-        return attend(query, *arguments, tolerance=tolerance, **options)
+    def watched(query: Tensor, key: Tensor, *arguments: Any, **options: Any) -> Tensor:
+        told = explain(query, key, *arguments, **options)
+        seen.append((query.shape[-2], "are pruned" in told))
+        return attend(query, key, *arguments, **options)
 
     monkeypatch.setattr("attention_priors.models.decoder.attend", watched)
+    monkeypatch.setattr(certificate, "FEWEST_KEYS", 512)
     found = in_chunks(pruned, ids, [900, 899, 1], DynamicCache(config=pruned.config))
     error = float((found - exact).abs().max())
     assert 1e-10 < error < 0.4 * float(exact.abs().max())
-    assert set(seen) == {(900, 0.2), (899, 0.2), (1, 0.0)}
+    assert set(seen) == {(900, True), (899, True), (1, False)}
 
 
 @pytest.mark.parametrize("tolerance", [-1e-6, 1.0])

@@ -111,8 +111,10 @@ def attend(
             skips blocks of keys whose total weight is provably at most this share. Up to rounding,
             ``‖o_i - ô_i‖ ≤ 2 tolerance · max_j ‖v_j‖``, and the log-sum-exp is low by at most ``-ln(1 - tolerance)``.
             Gradients are exact for the pruned computation. Heads whose prior decays with distance then take linear
-            time. Only ``toeplitz`` and ``triton`` prune. Positions with gaps or an ``attn_mask`` disable pruning.
-        key_bounds: :class:`KeyBounds` of ``key``, stored with a KV cache. Without them, pruning reads every key.
+            time. Only ``toeplitz`` and ``triton`` prune. Positions with gaps or an ``attn_mask`` disable pruning. So do
+            up to 2048 keys, on GPUs 524288, because choosing among them takes longer than reading them.
+        key_bounds: :class:`KeyBounds` of ``key``, stored with a KV cache. Fewer than 32 queries are pruned only with
+            bounds, from 16385 keys on.
         key_bias: bias of each key in nats, added to the log-prior of every query: finite, ``(B, H or Hkv, Lk)`` in
             float32 or float64. Examples are the sums of a forget gate and weights of documents. Biases of hidden keys
             are ignored. Sums over long texts need float64. Log-weights are then exact to 1e-4 nats, however large the
@@ -160,7 +162,8 @@ def attend(
     if (
         nothing_else
         and causal is True
-        and dropout_p == tolerance == 0
+        and dropout_p == 0
+        and (tolerance == 0 or (type(tolerance) is float and 0 < tolerance < 1))
         and not return_lse
         and backend == "auto"
         and not told

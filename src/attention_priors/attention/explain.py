@@ -10,14 +10,10 @@ from attention_priors.attention.attend import as_autocast_has_it, solve
 from attention_priors.attention.observe import noted
 from attention_priors.attention.plan import Backend, make_plan, why_not
 from attention_priors.attention.problem import Options, make_problem
-from attention_priors.attention.pruning.bounds import BLOCK
-from attention_priors.attention.pruning.certificate import may_prune
 from attention_priors.priors import Prior
 
 CHOICES: tuple[Backend, ...] = ("triton", "lanes", "toeplitz")
 """Engines that ``auto`` chooses from, besides the dense formula."""
-PRUNING: tuple[Backend, ...] = ("triton", "toeplitz")
-"""Engines that prune."""
 
 
 def explain(
@@ -68,11 +64,8 @@ def explain(
         lines.append("key_bias: one number per key and head, less a constant for each block of queries")
     if problem.null_logit is not None:
         lines.append("null_logit: applied to the output at the end")
-    if problem.tolerance > 0 and plan.scaled:
-        lines.append("tolerance: no key is pruned, because pruning has no bound for a network of a scaled distance")
-    elif problem.tolerance > 0 and not (plan.engine in PRUNING and may_prune(problem.geometry)):
-        cure = f"that needs {' or '.join(PRUNING)}, more than {2 * BLOCK} keys and no attn_mask"
-        lines.append(f"tolerance: no key is pruned; {cure}")
+    if problem.tolerance > 0 and plan.unpruned is not None:
+        lines.append(f"tolerance: no key is pruned, because {plan.unpruned}")
     elif problem.tolerance > 0:
         lines.append(f"tolerance: blocks of keys that together weigh less than {problem.tolerance:g} are pruned")
     with noted() as notes, torch.no_grad():

@@ -6,17 +6,21 @@ kinds of the prior's terms. Numbers that are too large for float32 depend on val
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
 import torch
 
 from attention_priors.attention.problem import Problem
+from attention_priors.attention.pruning.certificate import why_not_prune
 from attention_priors.attention.selftest import CHECKED, Variant, fault
 from attention_priors.attention.triton.backend import why_not as why_not_triton
 from attention_priors.priors import Prior, Structure
 
 Backend = Literal["auto", "reference", "blockwise", "lanes", "toeplitz", "flex", "triton"]
 BACKENDS: tuple[Backend, ...] = ("auto", "reference", "blockwise", "lanes", "toeplitz", "flex", "triton")
+PRUNING: tuple[Backend, ...] = ("triton", "toeplitz")
+"""Engines that prune."""
 FEW_QUERIES = 64
 """Keys per query from which a table is faster than lanes."""
 
@@ -35,6 +39,8 @@ class Plan(NamedTuple):
     """Factored terms: extra columns of queries and keys."""
     scaled: tuple[int, ...] = ()
     """Terms of a scaled distance: a ReLU network."""
+    unpruned: str | None = "tolerance is 0"
+    """Reason why no key is pruned; None if keys are pruned."""
 
     def parts(self, problem: Problem) -> tuple[list[Prior], list[Prior], list[Prior], list[Prior]]:
         """Return the terms in the table, of the key alone, in lanes, and of a scaled distance."""
@@ -74,7 +80,7 @@ def make_plan(problem: Problem, backend: Backend, *, need_lse: bool) -> Plan:
             places[1].append(index)
         else:
             places[2 if Structure.FACTORED in term.structure else 3].append(index)
-    return Plan(engine, why, *map(tuple, places))
+    return Plan(engine, why, *map(tuple, places), unpruned=_why_unpruned(problem, engine, places))
 
 
 def why_not(problem: Problem, backend: Backend, *, need_lse: bool) -> str | None:
@@ -95,6 +101,17 @@ def why_not(problem: Problem, backend: Backend, *, need_lse: bool) -> str | None
         reason = _why_not_lanes(problem, need_lse)
         return reason if reason is None else f"{reason}; use backend='toeplitz'"
     return _why_not_toeplitz(problem) if backend == "toeplitz" else _why_not_flex(problem, need_lse)
+
+
+def _why_unpruned(problem: Problem, engine: Backend, places: Sequence[Sequence[int]]) -> str | None:
+    _, _, lanes, scaled = places
+    if problem.tolerance == 0:
+        return "tolerance is 0"
+    if engine not in PRUNING:
+        return f"only {' and '.join(PRUNING)} prune"
+    if scaled:
+        return "there is no bound for a network of a scaled distance"
+    return why_not_prune(problem.geometry, bounded=problem.key_bounds is not None and not lanes)
 
 
 def needs_autograd(problem: Problem) -> bool:
@@ -142,7 +159,7 @@ def _choose(problem: Problem, need_lse: bool) -> tuple[Backend, str]:
     if all(Structure.STATIONARY in term.structure for term in problem.terms):
         if problem.query.dtype in (torch.float16, torch.bfloat16):
             return "toeplitz", "lanes need float32, and a table allows products in half precision"
-        if problem.tolerance > 0:
+        if _why_unpruned(problem, "toeplitz", [[]] * 4) is None:
             return "toeplitz", "pruning has tighter bounds for a table than for lanes"
     return "lanes", "all of the prior is factored"
 

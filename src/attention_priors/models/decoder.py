@@ -84,8 +84,7 @@ class PriorDecoderConfig(PriorConfig):
         layer_pattern: kind names, repeated over the layers. None if all layers are alike.
         layer_kinds: description of each kind by name.
         tolerance: share of its attention weight that a query may lose, as for :func:`attend`. Keys that provably weigh
-            less are not read. The default, 0, is exact. In generation, with one query, all keys are read, because
-            finding the needed ones would take longer.
+            less are not read. The default, 0, is exact. In generation, all keys are read.
     """
 
     model_type = "prior_decoder"
@@ -252,8 +251,6 @@ class DecoderAttention(nn.Module):
             key, value = cache.update(key, value, self.layer_index)
         prior = self.prior if shared_prior is None else shared_prior
         relative = self.encoding if isinstance(self.encoding, ShawVectors) else None
-        # Export ignores the tolerance: comparing the number of queries would make the dimension static.
-        tolerance = 0.0 if torch.compiler.is_exporting() or query.shape[-2] == 1 else self.tolerance
         if isinstance(keys, ShardedSequence):
             if relative is not None:
                 raise ValueError("a model with Shaw's vectors cannot take a sequence")
@@ -265,7 +262,7 @@ class DecoderAttention(nn.Module):
                 sequence=keys,
                 logit_scale=self.logit_scale,
                 null_logit=self.null_logit,
-                tolerance=tolerance,
+                tolerance=self.tolerance,
             )
             return self.o_proj(out.transpose(1, 2).flatten(-2)), None
         keys = keys.last(query.shape[2])
@@ -281,7 +278,7 @@ class DecoderAttention(nn.Module):
             if output_attentions:
                 out, weights = attend_with_weights(query, key, value, prior, **options)
             else:
-                out = attend(query, key, value, prior, tolerance=tolerance, **options)
+                out = attend(query, key, value, prior, tolerance=self.tolerance, **options)
         return self.o_proj(out.transpose(1, 2).flatten(-2)), weights
 
     def _key_bias(self, hidden: Tensor, keys: Keys, cache: Cache | None) -> Tensor | None:

@@ -27,7 +27,6 @@ from attention_priors.attention.null_key import NullKey, apply_null
 from attention_priors.attention.plan import make_plan
 from attention_priors.attention.problem import Options, Problem, make_problem
 from attention_priors.attention.pruning.bounds import BLOCK
-from attention_priors.attention.pruning.certificate import may_prune
 from attention_priors.precision import compute_dtype_of
 from attention_priors.priors import Prior, Structure
 from attention_priors.priors.base import check_over_line
@@ -407,7 +406,8 @@ class _Ring:
         kept = ~(bound - _by_block(lse, math.inf).amin(-1, keepdim=True) <= limit)
         if not bool(kept.any()):
             return None
-        some = not bool(kept.all()) and may_prune(geometry)
+        # Up to two blocks, one large tile is faster.
+        some = not bool(kept.all()) and geometry.num_keys > 2 * BLOCK
         return replace(problem, kept=kept if some else None)
 
     # ---- passes

@@ -44,6 +44,14 @@ NUMBERS = 2**20
 """Numbers per working buffer."""
 WORTH_PRUNING = 0.8
 """Largest share of kept blocks at which a head is pruned. Above, large tiles over all blocks are faster."""
+FEWEST_KEYS = 2**11
+"""Number of keys above which pruning takes less time than it saves, on CPUs."""
+FEWEST_KEYS_ON_CUDA = 2**19
+"""``FEWEST_KEYS`` on GPUs, where the search starts hundreds of small kernels."""
+FEW_QUERIES = 32
+"""Number of queries below which attention takes as long as reading the keys. Pruning must then not read them all."""
+FEWEST_CACHED_KEYS = 2**14
+"""``FEWEST_KEYS`` for fewer than ``FEW_QUERIES`` queries."""
 LOWEST_MEAN = -1e6
 """Lowest log-prior, in nats, that enters a mean."""
 UNKNOWN = 1e30
@@ -71,7 +79,7 @@ def prune(content: Content, problem: BlockProblem, tolerance: float, balls: Ball
         balls: Balls around the blocks of keys, or None to compute them.
     """
     geometry = problem.geometry
-    if not may_prune(geometry) or geometry.offset is None or problem.distances.listed is not None:
+    if geometry.attn_mask is not None or geometry.offset is None or problem.distances.listed is not None:
         return keep_everything(geometry)
     lowest, highest = _visible_distances(problem)
     if lowest > highest:
@@ -95,9 +103,23 @@ def keep_everything(geometry: Geometry) -> Pruned:
     )
 
 
-def may_prune(geometry: Geometry) -> bool:
-    """Return whether pruning applies: more than two blocks of keys, and no dense mask."""
-    return geometry.attn_mask is None and geometry.num_keys > 2 * BLOCK
+def why_not_prune(geometry: Geometry, *, bounded: bool) -> str | None:
+    """Return why attention does not prune; None if it does.
+
+    Args:
+        geometry: Positions and masks.
+        bounded: Whether the caller has bounds of the keys.
+    """
+    if geometry.attn_mask is not None:
+        return "an attn_mask may hide any key"
+    few = geometry.num_queries < FEW_QUERIES
+    if few and not bounded:
+        return f"with fewer than {FEW_QUERIES} queries, it needs key_bounds"
+    fewest = FEWEST_CACHED_KEYS if few else FEWEST_KEYS
+    fewest = FEWEST_KEYS_ON_CUDA if geometry.device.type == "cuda" else fewest
+    if geometry.num_keys <= fewest:
+        return f"up to {fewest} keys, it would take more time than it saves"
+    return None
 
 
 def _visible_distances(problem: BlockProblem) -> tuple[int, int]:

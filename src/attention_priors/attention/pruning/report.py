@@ -48,11 +48,10 @@ def pruning_report(query: Tensor, key: Tensor, prior: Prior | None = None, **opt
     if problem.tolerance == 0:
         raise ValueError("tolerance must be above 0, got 0: attend() skips nothing with tolerance=0")
     geometry, plan = problem.geometry, make_plan(problem, "auto", need_lse=False)
-    if geometry.offset is None or geometry.attn_mask is not None or plan.scaled:
+    if geometry.offset is None or plan.unpruned is not None:
         # Positions with gaps are computed in full. A table of all their distances would be as large as a dense bias.
         kept, dropped = keep_everything(geometry)
     else:
-        plan = make_plan(problem, "toeplitz", need_lse=False)
         inputs = operator_inputs(problem, plan, limited=False)
         assert inputs is not None
         kept, dropped = prune(*read_inputs(*inputs, None, False), problem.tolerance, balls_of(problem, plan))

@@ -20,7 +20,6 @@ from attention_priors.attention.operator import attend_in_tiles, choose_kept_blo
 from attention_priors.attention.plan import Plan
 from attention_priors.attention.problem import Problem
 from attention_priors.attention.pruning.bounds import Balls
-from attention_priors.attention.pruning.certificate import may_prune
 from attention_priors.attention.reference import blockwise
 from attention_priors.attention.tables import consecutive_table, table_at, table_of_keys, table_of_network, visible_at
 from attention_priors.attention.tiles.bare import attend_bare
@@ -54,7 +53,7 @@ def attend_in_blocks(problem: Problem, plan: Plan, *, fused: bool) -> tuple[Tens
     if inputs is None:
         return blockwise(problem)
     kept = problem.kept
-    if problem.tolerance > 0 and may_prune(problem.geometry) and not plan.scaled:
+    if plan.unpruned is None:
         chosen = choose_kept_blocks(problem.tolerance, balls_of(problem, plan), *inputs, None, fused)
         kept = chosen if kept is None else kept & chosen
     out, lse = attend_in_tiles(*inputs, kept, fused)
