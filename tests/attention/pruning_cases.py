@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from attention_priors.attention import operator
-from attention_priors.attention.pruning import bounds, certificate, report
+from attention_priors.attention.pruning import band, bounds, certificate, report
 from attention_priors.attention.pruning.certificate import Pruned
 from attention_priors.attention.tiles import backward, block_problem, forward
 from attention_priors.attention.tiles.block_problem import BlockProblem, Content
@@ -31,14 +31,13 @@ def small_blocks(size: int, worth_pruning: float = math.inf) -> Iterator[None]:
         stack.enter_context(
             mock.patch.multiple(
                 certificate,
-                BAND_ROWS=max(1, size // 2),
-                BAND=2,
                 COARSE_BLOCKS=4,
                 TOGETHER=2,
                 NUMBERS=200,
                 WORTH_PRUNING=worth_pruning,
             )
         )
+        stack.enter_context(mock.patch.multiple(band, BAND_ROWS=max(1, size // 2), BAND=2))
         stack.enter_context(pruned_above(2 * size))
         yield
 

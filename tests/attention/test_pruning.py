@@ -6,7 +6,7 @@ from unittest import mock
 
 import pytest
 import torch
-from attention_cases import PRIORS, WITHOUT_NETWORKS, Case, examples
+from attention_cases import PRIORS, WITHOUT_NETWORKS, Case, cases, examples
 from attention_errors import Cotangents, compute, errors, float32_tolerance, gradient_scales
 from attention_oracle import oracle
 from hypothesis import given
@@ -25,8 +25,14 @@ from attention_priors import (
     pruning_report,
 )
 from attention_priors.attention import operator
+from attention_priors.attention.operator import read_inputs
+from attention_priors.attention.plan import make_plan
+from attention_priors.attention.problem import make_problem
+from attention_priors.attention.pruning import band
 from attention_priors.attention.pruning import certificate as pruning
 from attention_priors.attention.pruning import report as pruning_effects
+from attention_priors.attention.tiles.backend import operator_inputs
+from attention_priors.attention.tiles.block_problem import all_of
 from thoroughness import every_other_deep, every_other_slow
 
 TOLERANCES = st.sampled_from([1e-9, 1e-6, 1e-3, 0.05, 0.5])
@@ -45,6 +51,38 @@ def test_real_error_is_within_the_certificate_and_the_certificate_within_the_tol
 
     check()
     assert dropped_blocks > 25, f"{dropped_blocks} dropped blocks test nothing"
+
+
+@pytest.mark.parametrize("name", WITHOUT_NETWORKS)
+def test_a_band_over_all_keys_bounds_a_row_by_its_log_sum_exp(name: str) -> None:
+    compared = 0
+
+    @examples(10, name)
+    @given(cases(name, longest=40, masks=False), st.integers(1, 9), st.integers(-50, 50))
+    @torch.no_grad()
+    def check(case: Case, rows: int, peak: int) -> None:
+        nonlocal compared
+        case = case.to(torch.float64)
+        problem = make_problem(case.query, case.key, case.value, case.prior, **case.options())
+        inputs = operator_inputs(problem, make_plan(problem, "toeplitz", need_lse=True))
+        if inputs is None or problem.geometry.offset is None:
+            return
+        content, blocks = read_inputs(*inputs, None, False)
+        _, expected = case.attend("reference")
+        for head in range(case.query.shape[1]):
+            heads = slice(head, head + 1)
+            with mock.patch.multiple(band, BAND_ROWS=rows, BAND=100, BAND_OF_ONE_QUERY=100):
+                near = band.Band(content.queries(all_of), content.key, blocks, heads, peak)
+            whole = near.lower_bounds(slice(0, expected.shape[2]))
+            torch.testing.assert_close(whole, expected[:, heads], rtol=1e-9, atol=1e-9)
+            late = slice(near.rows, expected.shape[2])
+            if late.start < late.stop:
+                torch.testing.assert_close(near.lower_bounds(late), whole[:, :, late], rtol=1e-12, atol=1e-12)
+            compared += 1
+
+    check()
+    if name != "axial":
+        assert compared > 5
 
 
 @pytest.mark.parametrize("kind", ["all 1", "one 0", "alternating", "of each head"])

@@ -27,6 +27,18 @@ def block_sizes(num_keys: int, like: Tensor) -> Tensor:
     return (num_keys - starts).clamp(max=BLOCK)
 
 
+def in_blocks(numbers: Tensor, size: int, nothing: float) -> Tensor:
+    """Split ``(..., L)`` into ``(..., ⌈L / size⌉, size)``; ``nothing`` fills the last block."""
+    extra = -numbers.shape[-1] % size
+    return (pad(numbers, (0, extra), value=nothing) if extra else numbers).unflatten(-1, (-1, size))
+
+
+def products(query: Tensor, key: Tensor) -> Tensor:
+    """Return the products of queries ``(b, h, n, D)`` and keys ``(b, hkv, e, D)``, ``(b, h, n, e)``."""
+    grouped = query.reshape(query.shape[0], key.shape[1], -1, query.shape[-1])
+    return (grouped @ key.mT).view(*query.shape[:-1], key.shape[2])
+
+
 class Balls(NamedTuple):
     """Mean ``k̄`` and radius ``r`` of each block of keys: ``‖k_j − k̄‖ ≤ r`` for all keys of the block.
 

@@ -15,7 +15,7 @@ weight than the tolerance.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import cached_property
 from itertools import pairwise
 from typing import NamedTuple
@@ -25,29 +25,27 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from attention_priors.attention.geometry import Geometry, block_length
-from attention_priors.attention.pruning.bounds import BLOCK, Balls, product_error
+from attention_priors.attention.pruning.band import Band
+from attention_priors.attention.pruning.bounds import BLOCK, Balls, in_blocks, product_error, products
 from attention_priors.attention.tiles.block_problem import EVERY, BlockProblem, Content, all_of
-from attention_priors.attention.tiles.tiling import Part, Tile
-from attention_priors.precision import log_sum_exp
+from attention_priors.attention.tiles.tiling import Part
 
-BAND_ROWS = 256
-"""Queries per tile near the peak."""
-BAND = 64
-"""Distances on each side of the prior's peak where the sum over keys is computed, not bounded."""
-BAND_OF_ONE_QUERY = 256
-"""``BAND`` for a single query, whose only lower bound is the band: means of the log-prior would cost too much."""
 COARSE_BLOCKS = 64
 """Approximate number of coarse blocks in the first step of the search."""
+COARSE_BLOCKS_ON_CUDA = 1024
+"""``COARSE_BLOCKS`` on GPUs. Their time is the number of kernels: bounds of many blocks are cheaper than two steps."""
 TOGETHER = 16
 """Blocks of queries per computation of fine bounds."""
 NUMBERS = 2**20
 """Numbers per working buffer."""
+NUMBERS_ON_CUDA = 2**26
+"""``NUMBERS`` on GPUs: 256 MiB in float32."""
 WORTH_PRUNING = 0.8
 """Largest share of kept blocks at which a head is pruned. Above, large tiles over all blocks are faster."""
 FEWEST_KEYS = 2**11
 """Number of keys above which pruning takes less time than it saves, on CPUs."""
 FEWEST_KEYS_ON_CUDA = 2**19
-"""``FEWEST_KEYS`` on GPUs, where the search starts hundreds of small kernels."""
+"""``FEWEST_KEYS`` on GPUs, where a search in many small kernels took longer than attention without pruning."""
 FEW_QUERIES = 32
 """Number of queries below which attention takes as long as reading the keys. Pruning must then not read them all."""
 FEWEST_CACHED_KEYS = 2**14
@@ -254,9 +252,11 @@ class _Search:
             self.moved = moved.amax(-1).to(problem.dtype).repeat_interleave(self.group, dim=1).unsqueeze(-1)
         self.num_key_blocks = balls.means.shape[2]
         self.num_query_blocks = -(-geometry.num_queries // BLOCK)
+        cuda = geometry.device.type == "cuda"
+        self.numbers = NUMBERS_ON_CUDA if cuda else NUMBERS
         # A single block of queries, as in decoding, takes all blocks of keys at once.
         many = self.num_key_blocks if self.num_query_blocks > 1 else 1
-        self.factor = 2 ** max(0, math.ceil(math.log2(many / COARSE_BLOCKS)))
+        self.factor = 2 ** max(0, math.ceil(math.log2(many / (COARSE_BLOCKS_ON_CUDA if cuda else COARSE_BLOCKS))))
         """Number of blocks of 256 keys in a coarse block."""
         sizes = {1, self.factor}
         self.balls = {size: balls.joined(size, geometry.num_keys) if size > 1 else balls for size in sizes}
@@ -276,13 +276,13 @@ class _Search:
         numbers, padding = self.problem.key_bias.detach(), self.geometry.key_padding_mask
         numbers = numbers.expand(self.geometry.batch, -1, -1)
         ends = _ends_of_blocks(numbers, factor * BLOCK, None if padding is None else padding.unsqueeze(1))
-        mean = _in_blocks(numbers, factor * BLOCK, 0.0).mean(-1)
+        mean = in_blocks(numbers, factor * BLOCK, 0.0).mean(-1)
         return [each.to(self.problem.dtype) for each in (*ends, mean)]
 
     def run(self, tolerance: float) -> Pruned:
         """Choose the blocks to keep: coarse blocks first, then the blocks of 256 keys within them."""
         width = self.balls[self.factor].keys.shape[2] + self.query.shape[-1]
-        step = block_length(self.geometry.batch * self.geometry.heads * BLOCK * width, NUMBERS)
+        step = block_length(self.geometry.batch * self.geometry.heads * BLOCK * width, self.numbers)
         everything = Part(EVERY, EVERY, EVERY)
         parts = [
             self._shares(everything, slice(first, first + step), self.factor)
@@ -301,8 +301,8 @@ class _Search:
         """Return which blocks of keys each block of queries sees, ``(B or 1, 1, query blocks, key blocks)``."""
         number = self.geometry.num_keys
         seen = self.first < self.last
-        first = _in_blocks(self.first.masked_fill(~seen, number), BLOCK, number).amin(-1).unsqueeze(-1)
-        last = _in_blocks(self.last.masked_fill(~seen, 0), BLOCK, 0).amax(-1).unsqueeze(-1)
+        first = in_blocks(self.first.masked_fill(~seen, number), BLOCK, number).amin(-1).unsqueeze(-1)
+        last = in_blocks(self.last.masked_fill(~seen, 0), BLOCK, 0).amax(-1).unsqueeze(-1)
         starts = torch.arange(self.num_key_blocks, device=self.first.device) * BLOCK
         return ((starts < last) & (starts + BLOCK > first)).unsqueeze(1)
 
@@ -326,26 +326,18 @@ class _Search:
 
     def _near_the_peak(self) -> Tensor:
         """Return the log-sum-exp over the keys near each head's peak, ``(B, H, Lq)``."""
-        problem, norms = self.problem, self.norms
-        bias_of = problem.bias()
-        turned = torch.zeros(self.geometry.heads, dtype=torch.bool, device=norms.device)
+        num_queries = self.geometry.num_queries
+        turned = torch.zeros(self.geometry.heads, dtype=torch.bool, device=self.norms.device)
         if self.scale_ends is not None:
             # A negative logit scale turns the prior upside down.
             turned = self.scale_ends[0][..., -1].sum(0) < 0
-        out = torch.full_like(norms, -math.inf)
+        heads = []
         for q_heads, peak in _runs_of_heads(self._peaks(turned), self.group):
-            kv_heads = slice(q_heads.start // self.group, (q_heads.stop - 1) // self.group + 1)
-            for tile in self._band(peak):
-                query = tile.cut_rows(self.query, q_heads).flip(2).to(out.dtype) * problem.softmax_scale
-                logits = _products(query, tile.cut_keys(self.key, kv_heads).to(out.dtype))
-                centred, constant = bias_of.centred(tile, q_heads)
-                bias = centred(tile, q_heads)
-                found = log_sum_exp(logits if bias is None else logits.add_(bias))
-                if constant is not None:
-                    scale = 1.0 if problem.row_scale is None else tile.cut_rows(problem.row_scale, q_heads).flip(2)
-                    found = (found + constant * scale).to(out.dtype)
-                tile.cut_rows(out, q_heads).copy_(found.flip(2))
-        return out
+            band = Band(self.query, self.key, self.problem, q_heads, peak)
+            step = block_length(band.size, self.numbers) * band.rows
+            ranges = [slice(start, min(start + step, num_queries)) for start in range(0, num_queries, step)]
+            heads.append(torch.cat([band.lower_bounds(queries) for queries in ranges], dim=2))
+        return torch.cat(heads, dim=1)
 
     def _peaks(self, turned: Tensor) -> list[int]:
         """Return the distance of each head's best log-prior; for a single query, key biases count too."""
@@ -358,16 +350,6 @@ class _Search:
         if padding is not None:
             log_prior = log_prior.masked_fill(padding.unsqueeze(1), -math.inf)
         return (self.priors.highest - log_prior.amax(0).argmax(-1)).tolist()
-
-    def _band(self, peak: int) -> Iterator[Tile]:
-        """Yield tiles of keys about ``peak`` tokens before their queries."""
-        assert self.geometry.offset is not None
-        ahead = self.geometry.offset - peak
-        band = BAND if self.geometry.num_queries > 1 else BAND_OF_ONE_QUERY
-        for tile in self.problem.tiling.blocks(BAND_ROWS):
-            first, last = max(tile.first, tile.start + ahead - band), min(tile.last, tile.stop + ahead + band)
-            if first < last:
-                yield tile._replace(first=first, last=last)
 
     def _far_away(self) -> Tensor:
         """Return a lower bound of the log-sum-exp over coarse blocks that a whole block of queries sees.
@@ -383,19 +365,22 @@ class _Search:
         bound = low if self.scale_ends is None else products_of_ends(self.scale_ends, low, high).amin(0)
         means = self.balls[self.factor].means
         starts = torch.arange(means.shape[2], device=low.device) * size
-        first = _in_blocks(self.first, BLOCK, 0).amax(-1).unsqueeze(-1)
-        last = _in_blocks(self.last, BLOCK, self.geometry.num_keys).amin(-1).unsqueeze(-1)
+        first = in_blocks(self.first, BLOCK, 0).amax(-1).unsqueeze(-1)
+        last = in_blocks(self.last, BLOCK, self.geometry.num_keys).amin(-1).unsqueeze(-1)
         fits = fits & ((starts >= first) & (starts + size <= last)).unsqueeze(1)
         if padding is not None:
-            fits = fits & ~_in_blocks(padding, size, True).any(-1)[:, None, None]
+            fits = fits & ~in_blocks(padding, size, True).any(-1)[:, None, None]
         bound = bound.masked_fill(~fits, -math.inf)
         weights = bound.softmax(-1).nan_to_num(0.0).to(self.norms.dtype)
-        keys = _products(weights.expand(*self.norms.shape[:2], -1, -1), means.mT.to(weights.dtype))
+        keys = products(weights.expand(*self.norms.shape[:2], -1, -1), means.mT.to(weights.dtype))
         total = bound.logsumexp(-1, keepdim=True).to(weights.dtype)
-        bounds = [
-            (queries.to(key.dtype) @ key.unsqueeze(-1)).squeeze(-1) * self.problem.softmax_scale + constant
-            for queries, key, constant in zip(self.query.split(BLOCK, 2), keys.unbind(2), total.unbind(2), strict=True)
-        ]
+        step, bounds = block_length(self.query[:, :, :BLOCK].numel(), self.numbers), []
+        for queries, key, constant in zip(
+            self.query.split(step * BLOCK, 2), keys.split(step, 2), total.split(step, 2), strict=True
+        ):
+            query = in_blocks(queries.mT, BLOCK, 0.0).movedim(2, -1).to(key.dtype)
+            found = (query @ key.unsqueeze(-1)).squeeze(-1) * self.problem.softmax_scale + constant
+            bounds.append(found.flatten(2)[:, :, : queries.shape[2]])
         return torch.cat(bounds, dim=2) + math.log(size)
 
     # ---- upper bounds
@@ -426,8 +411,8 @@ class _Search:
             ``(b, h, query blocks, n)``.
         """
         queries = self._bounded_queries(part, slice(blocks.start * BLOCK, blocks.stop * BLOCK))
-        products = _products(queries, part.of_keys(self.balls[factor].keys)[:, :, keys])
-        largest = products.unflatten(2, (-1, self.priors.rows)).amax(-2)
+        scores = products(queries, part.of_keys(self.balls[factor].keys)[:, :, keys])
+        largest = scores.unflatten(2, (-1, self.priors.rows)).amax(-2)
         high = self._bias_extreme(True, part, blocks, factor, keys)
         hidden = torch.isneginf(high)
         if self.scale_ends is not None:
@@ -499,12 +484,6 @@ def select(shares: Tensor, budget: Tensor | float) -> tuple[Tensor, Tensor]:
     return kept, torch.where(drop, total, 0.0).amax(-1)
 
 
-def _products(query: Tensor, key: Tensor) -> Tensor:
-    """Return the products of queries ``(b, h, n, D)`` and keys ``(b, hkv, e, D)``, ``(b, h, n, e)``."""
-    grouped = query.reshape(query.shape[0], key.shape[1], -1, query.shape[-1])
-    return (grouped @ key.mT).view(*query.shape[:-1], key.shape[2])
-
-
 def products_of_ends(scale: Sequence[Tensor], low: Tensor, high: Tensor) -> Tensor:
     """Return the products of a scale and a number at the ends of their ranges, ``(4, ..., blocks, n)``.
 
@@ -516,11 +495,6 @@ def products_of_ends(scale: Sequence[Tensor], low: Tensor, high: Tensor) -> Tens
     return torch.stack([end.unsqueeze(-1) * number for end in scale for number in (low, high)])
 
 
-def _in_blocks(numbers: Tensor, size: int, nothing: float) -> Tensor:
-    """Split ``(..., L)`` into ``(..., ⌈L / size⌉, size)``; ``nothing`` fills the last block."""
-    return pad(numbers, (0, -numbers.shape[-1] % size), value=nothing).unflatten(-1, (-1, size))
-
-
 def _ends_of_blocks(numbers: Tensor, size: int, hidden: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Return the lowest and the highest visible number of each block, ``(..., blocks)`` each.
 
@@ -529,7 +503,7 @@ def _ends_of_blocks(numbers: Tensor, size: int, hidden: Tensor | None = None) ->
     low, high = numbers, numbers
     if hidden is not None:
         low, high = numbers.masked_fill(hidden, math.inf), numbers.masked_fill(hidden, -math.inf)
-    return _in_blocks(low, size, math.inf).amin(-1), _in_blocks(high, size, -math.inf).amax(-1)
+    return in_blocks(low, size, math.inf).amin(-1), in_blocks(high, size, -math.inf).amax(-1)
 
 
 def _runs_of_heads(peaks: list[int], group: int) -> list[tuple[slice, int]]:
