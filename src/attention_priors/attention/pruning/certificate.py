@@ -42,7 +42,7 @@ NUMBERS_ON_CUDA = 2**26
 """``NUMBERS`` on GPUs: 256 MiB in float32."""
 WORTH_PRUNING = 0.8
 """Largest share of kept blocks at which a head is pruned. Above, large tiles over all blocks are faster."""
-FEWEST_KEYS = 2**11
+FEWEST_KEYS = 3 * 2**10
 """Number of keys above which pruning takes less time than it saves, on CPUs."""
 FEWEST_KEYS_ON_CUDA = 2**19
 """``FEWEST_KEYS`` on GPUs, where a search in many small kernels took longer than attention without pruning."""
