@@ -28,6 +28,15 @@ def test_rows_survive_writing_and_give_equal_bytes(tmp_path: Path):
     assert (tmp_path / "one" / FILE).read_bytes() == first
 
 
+def test_curves_are_written_with_six_digits(tmp_path: Path):
+    curve = {"row": "prior_term", "scheme": "a", "seed": 0, "places": [0, 1], "log_prior": [1 / 3, None], "ahead": None}
+    write_rows(tmp_path, [STUDY, *SCHEMES, curve, curve | {"log_prior": [[-2e9 / 3], [1]]}])
+    one, nested = read_rows(tmp_path)[-2:]
+    assert one == curve | {"log_prior": [0.333333, None]}
+    assert nested["log_prior"] == [[-6.66667e8], [1]]
+    assert curve["log_prior"] == [1 / 3, None]
+
+
 def test_every_field_is_described():
     page = (ROOT / "docs/result-rows.md").read_text(encoding="utf-8")
     (section,) = re.findall(r"## `compare`: .*?\n(.*?)\n## ", page, re.DOTALL)
