@@ -45,7 +45,7 @@ def small_blocks(size: int, worth_pruning: float = math.inf) -> Iterator[None]:
 def pruned_above(fewest: int) -> AbstractContextManager[Any]:
     """Prune with more than ``fewest`` keys, for any number of queries and on any device."""
     return mock.patch.multiple(
-        certificate, FEWEST_KEYS=fewest, FEWEST_KEYS_ON_CUDA=fewest, FEWEST_CACHED_KEYS=fewest, FEW_QUERIES=0
+        certificate, FEWEST_KEYS=fewest, FEWEST_KEYS_ON_CUDA=fewest, FEWEST_CACHED_KEYS=fewest, FEWEST_QUERIES=0
     )
 
 

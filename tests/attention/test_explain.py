@@ -19,7 +19,7 @@ from attention_priors import (
 from attention_priors.attention.plan import make_plan
 from attention_priors.attention.problem import make_problem
 from attention_priors.attention.pruning import certificate
-from attention_priors.attention.pruning.certificate import FEW_QUERIES
+from attention_priors.attention.pruning.certificate import FEWEST_QUERIES
 
 QUERY, KEY, VALUE = torch.randn(3, 1, 4, 300, 8).unbind()
 
@@ -61,7 +61,7 @@ def test_pruning_is_explained() -> None:
     )
     assert "tolerance" not in explain(QUERY, KEY, VALUE, prior)
     mask = torch.zeros(300, 300, dtype=torch.bool)
-    with patch.multiple(certificate, FEWEST_KEYS=599, FEW_QUERIES=FEW_QUERIES, FEWEST_CACHED_KEYS=600):
+    with patch.multiple(certificate, FEWEST_KEYS=599, FEWEST_QUERIES=FEWEST_QUERIES, FEWEST_CACHED_KEYS=600):
         for reason, arguments in {
             "up to 599 keys, it would take more time than it saves": (QUERY, KEY, VALUE, prior),
             "an attn_mask may hide any key": (QUERY, KEY, VALUE, prior, {"attn_mask": mask}),

@@ -21,7 +21,7 @@ Backend = Literal["auto", "reference", "blockwise", "lanes", "toeplitz", "flex",
 BACKENDS: tuple[Backend, ...] = ("auto", "reference", "blockwise", "lanes", "toeplitz", "flex", "triton")
 PRUNING: tuple[Backend, ...] = ("triton", "toeplitz")
 """Engines that prune."""
-FEW_QUERIES = 64
+KEYS_PER_QUERY = 64
 """Keys per query from which a table is faster than lanes."""
 
 
@@ -37,9 +37,9 @@ class Plan(NamedTuple):
     """Terms that depend only on the key: one number per key and head."""
     lanes: tuple[int, ...]
     """Factored terms: extra columns of queries and keys."""
-    scaled: tuple[int, ...] = ()
+    scaled: tuple[int, ...]
     """Terms of a scaled distance: a ReLU network."""
-    unpruned: str | None = "tolerance is 0"
+    unpruned: str | None
     """Reason why no key is pruned; None if keys are pruned."""
 
     def parts(self, problem: Problem) -> tuple[list[Prior], list[Prior], list[Prior], list[Prior]]:
@@ -80,7 +80,9 @@ def make_plan(problem: Problem, backend: Backend, *, need_lse: bool) -> Plan:
             places[1].append(index)
         else:
             places[2 if Structure.FACTORED in term.structure else 3].append(index)
-    return Plan(engine, why, *map(tuple, places), unpruned=_why_unpruned(problem, engine, places))
+    unpruned = _why_unpruned(problem, engine, lanes=places[2], scaled=places[3])
+    table, keys, lanes, scaled = map(tuple, places)
+    return Plan(engine, why, table, keys, lanes, scaled, unpruned)
 
 
 def why_not(problem: Problem, backend: Backend, *, need_lse: bool) -> str | None:
@@ -103,8 +105,10 @@ def why_not(problem: Problem, backend: Backend, *, need_lse: bool) -> str | None
     return _why_not_toeplitz(problem) if backend == "toeplitz" else _why_not_flex(problem, need_lse)
 
 
-def _why_unpruned(problem: Problem, engine: Backend, places: Sequence[Sequence[int]]) -> str | None:
-    _, _, lanes, scaled = places
+def _why_unpruned(
+    problem: Problem, engine: Backend, lanes: Sequence[int] = (), scaled: Sequence[int] = ()
+) -> str | None:
+    """Return why an engine prunes no key; None if it prunes. ``lanes`` and ``scaled`` are as in :class:`Plan`."""
     if problem.tolerance == 0:
         return "tolerance is 0"
     if engine not in PRUNING:
@@ -154,12 +158,12 @@ def _choose(problem: Problem, need_lse: bool) -> tuple[Backend, str]:
         return ("toeplitz", reason) if no_tiles is None else ("blockwise", f"toeplitz cannot compute this: {no_tiles}")
     if not problem.terms:
         return "lanes", "without a prior, one call of PyTorch's attention is enough"
-    if FEW_QUERIES * problem.geometry.num_queries <= problem.geometry.num_keys:
+    if KEYS_PER_QUERY * problem.geometry.num_queries <= problem.geometry.num_keys:
         return "toeplitz", "with few queries, adding lanes to every key would be most of the work"
     if all(Structure.STATIONARY in term.structure for term in problem.terms):
         if problem.query.dtype in (torch.float16, torch.bfloat16):
             return "toeplitz", "lanes need float32, and a table allows products in half precision"
-        if _why_unpruned(problem, "toeplitz", [[]] * 4) is None:
+        if _why_unpruned(problem, "toeplitz") is None:
             return "toeplitz", "pruning has tighter bounds for a table than for lanes"
     return "lanes", "all of the prior is factored"
 

@@ -46,10 +46,10 @@ FEWEST_KEYS = 3 * 2**10
 """Number of keys above which pruning takes less time than it saves, on CPUs."""
 FEWEST_KEYS_ON_CUDA = 2**19
 """``FEWEST_KEYS`` on GPUs, where a search in many small kernels took longer than attention without pruning."""
-FEW_QUERIES = 32
+FEWEST_QUERIES = 32
 """Number of queries below which attention takes as long as reading the keys. Pruning must then not read them all."""
 FEWEST_CACHED_KEYS = 2**14
-"""``FEWEST_KEYS`` for fewer than ``FEW_QUERIES`` queries."""
+"""``FEWEST_KEYS`` for fewer than ``FEWEST_QUERIES`` queries."""
 LOWEST_MEAN = -1e6
 """Lowest log-prior, in nats, that enters a mean."""
 UNKNOWN = 1e30
@@ -110,9 +110,9 @@ def why_not_prune(geometry: Geometry, *, bounded: bool) -> str | None:
     """
     if geometry.attn_mask is not None:
         return "an attn_mask may hide any key"
-    few = geometry.num_queries < FEW_QUERIES
+    few = geometry.num_queries < FEWEST_QUERIES
     if few and not bounded:
-        return f"with fewer than {FEW_QUERIES} queries, it needs key_bounds"
+        return f"with fewer than {FEWEST_QUERIES} queries, it needs key_bounds"
     fewest = FEWEST_CACHED_KEYS if few else FEWEST_KEYS
     fewest = FEWEST_KEYS_ON_CUDA if geometry.device.type == "cuda" else fewest
     if geometry.num_keys <= fewest:
