@@ -163,6 +163,7 @@ def attend(
         nothing_else
         and causal is True
         and dropout_p == 0
+        # Without key_bounds, no key of a single query is pruned.
         and (tolerance == 0 or (type(tolerance) is float and 0 < tolerance < 1))
         and not return_lse
         and backend == "auto"
