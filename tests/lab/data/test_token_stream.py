@@ -1,3 +1,6 @@
+import copy
+from pathlib import Path
+
 import pytest
 import torch
 from transformers import PreTrainedTokenizerFast
@@ -30,6 +33,23 @@ def test_an_end_token_written_in_a_text_does_not_end_its_document(tokenizer: Pre
 
     assert int(stream.document_ids[-1]) == 1
     assert tokenizer.decode(stream.tokens[stream.document_ids == 0]) == "ka<|endoftext|>to<|endoftext|>"
+
+
+def test_cached_tokens_are_those_of_the_same_documents_and_tokenizer(
+    tokenizer: PreTrainedTokenizerFast, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    other = copy.deepcopy(tokenizer)
+    other.eos_token = "a"
+    cases = [(one, [Document("a", text), Document("b", "")]) for one in (tokenizer, other) for text in ("ka to", "mi")]
+    expected = [token_stream(*case) for case in cases]
+
+    for again in (False, True):
+        if again:  # nothing is encoded
+            monkeypatch.setattr("attention_priors.lab.data.tokenizer.encode_documents", None)
+        for case, stream in zip(cases, expected, strict=True):
+            found = token_stream(*case, cache_dir=tmp_path)
+            torch.testing.assert_close((found.tokens, found.document_ids), (stream.tokens, stream.document_ids))
+    assert len(list(tmp_path.iterdir())) == len(cases)
 
 
 def test_nucleotide_tokenizers_refuse_other_texts():

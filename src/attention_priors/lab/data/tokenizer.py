@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from safetensors.numpy import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor
 
@@ -163,12 +164,16 @@ class TokenStream:
         return self.tokens.numel()
 
 
-def token_stream(tokenizer: PreTrainedTokenizerBase, documents: Sequence[Document]) -> TokenStream:
+def token_stream(
+    tokenizer: PreTrainedTokenizerBase, documents: Sequence[Document], cache_dir: str | Path | None = None
+) -> TokenStream:
     """Encode documents, each followed by the end-of-text token and without other special tokens.
 
     Args:
         tokenizer: Tokenizer with an end-of-text token, for example from :func:`load_tokenizer`.
         documents: At least one document.
+        cache_dir: Folder that keeps the tokens, so that equal documents are encoded once. Several processes may share
+            it.
 
     Raises:
         ValueError: ``documents`` is empty or has an element that is not a `Document`; ``tokenizer`` has no end-of-text
@@ -177,12 +182,32 @@ def token_stream(tokenizer: PreTrainedTokenizerBase, documents: Sequence[Documen
     if not documents:
         raise ValueError("documents is empty: expected at least one document")
     texts = list(texts_of(documents))
+    if cache_dir is None:
+        encoded = _encoded(tokenizer, texts)
+    else:
+        file = Path(cache_dir, f"tokens-{_fingerprint(tokenizer, texts)[:16]}.safetensors")
+        if not file.exists():
+            with replacing(file) as unfinished:
+                save_file(_encoded(tokenizer, texts), unfinished)
+        encoded = load_file(file)
+    return TokenStream(
+        torch.from_numpy(encoded["tokens"].astype(np.int64)),
+        torch.repeat_interleave(torch.arange(len(texts)), torch.from_numpy(encoded["sizes"])),
+    )
+
+
+def _encoded(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> dict[str, np.ndarray]:
+    """Return the tokens of all texts and the number of tokens of each text."""
     batches = (texts[start : start + DOCUMENTS_PER_BATCH] for start in range(0, len(texts), DOCUMENTS_PER_BATCH))
-    encoded = [
-        torch.from_numpy(ids.astype(np.int64)) for batch in batches for ids in encode_documents(tokenizer, batch)
-    ]
-    sizes = torch.tensor([tokens.numel() for tokens in encoded])
-    return TokenStream(torch.cat(encoded), torch.repeat_interleave(torch.arange(len(encoded)), sizes))
+    tokens = [ids for batch in batches for ids in encode_documents(tokenizer, batch)]
+    return {"tokens": np.concatenate(tokens), "sizes": np.array([len(ids) for ids in tokens])}
+
+
+def _fingerprint(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> str:
+    hashed = hashlib.sha256(f"{tokenizer_fingerprint(tokenizer)} {tokenizer.eos_token_id}".encode())
+    for text in texts:
+        hashed.update(hashlib.sha256(text.encode()).digest())
+    return hashed.hexdigest()
 
 
 def encode_documents(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[np.ndarray]:

@@ -169,7 +169,7 @@ class TextMaterials(Materials):
 
     Args:
         recipe: Recipe of the comparison.
-        cache: Folder of trained tokenizers.
+        cache: Folder of trained tokenizers and encoded texts.
     """
 
     def __init__(self, recipe: Recipe, cache: Path) -> None:
@@ -194,16 +194,17 @@ class TextMaterials(Materials):
         self.left_out = left_out(corpus.name, corpus.skipped)
         self._ruler_texts: dict[RulerSettings, RulerTexts] = {}
         self._read: dict[str, Any] = {}
+        self._cache = cache
 
     @cached_property
     def train_stream(self) -> TokenStream:
         """Tokens of the training documents."""
-        return token_stream(self.tokenizer, self.corpus.train)
+        return token_stream(self.tokenizer, self.corpus.train, self._cache)
 
     @cached_property
     def held_out_stream(self) -> TokenStream:
         """Tokens of the held-out documents."""
-        return token_stream(self.tokenizer, self.corpus.held_out)
+        return token_stream(self.tokenizer, self.corpus.held_out, self._cache)
 
     @cached_property
     def _train_haystack(self) -> Haystack:
@@ -258,7 +259,7 @@ class TextMaterials(Materials):
         """Return the model with its tokenizer and the corpus that holds its test texts."""
         assert self.recipe.corpus.source is not None
         trained_on = (self.recipe.corpus.source, self.corpus)
-        return Subject(scheme, model, self.tokenizer, trained_on, read=self._read)
+        return Subject(scheme, model, self.tokenizer, trained_on, read=self._read, cache_dir=self._cache)
 
     def texts(self, length: int, count: int) -> list[Tensor]:
         """Return the beginnings of held-out documents that are long enough."""

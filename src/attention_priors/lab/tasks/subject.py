@@ -43,6 +43,8 @@ class Subject:
     """Copy mixture on which the model was trained."""
     read: dict[str, Any] = field(default_factory=dict, compare=False, repr=False)
     """Tokenized corpora by source, shared by the plans of a subject."""
+    cache_dir: Path | None = field(default=None, compare=False, repr=False)
+    """Folder that keeps tokens of corpora for other subjects; None to encode them anew."""
 
     @property
     def tokenizer(self) -> PreTrainedTokenizerBase:

@@ -200,7 +200,7 @@ class PlanTexts:
                 self._tell(name, skipped)
         except (ValueError, OSError) as error:
             raise ValueError(f"corpus: {error}") from error
-        stream = token_stream(self._subject.tokenizer, documents)
+        stream = token_stream(self._subject.tokenizer, documents, self._subject.cache_dir)
         _, sizes = stream.document_ids.unique_consecutive(return_counts=True)
         pieces = stream.tokens.split(sizes.tolist())
         return EvaluationCorpus(name, stream, [(one.name, piece) for one, piece in zip(documents, pieces, strict=True)])
