@@ -204,6 +204,7 @@ def _encoded(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> dict[s
 
 
 def _fingerprint(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> str:
+    """Return the SHA-256 of a tokenizer, its end-of-text token and texts."""
     hashed = hashlib.sha256(f"{tokenizer_fingerprint(tokenizer)} {tokenizer.eos_token_id}".encode())
     for text in texts:
         hashed.update(hashlib.sha256(text.encode()).digest())
