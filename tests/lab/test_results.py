@@ -28,12 +28,12 @@ def test_rows_survive_writing_and_give_equal_bytes(tmp_path: Path):
     assert (tmp_path / "one" / FILE).read_bytes() == first
 
 
-def test_curves_are_written_with_six_digits(tmp_path: Path):
+def test_curves_are_written_to_a_thousandth_of_a_nat(tmp_path: Path):
     curve = {"row": "prior_term", "scheme": "a", "seed": 0, "places": [0, 1], "log_prior": [1 / 3, None], "ahead": None}
-    write_rows(tmp_path, [STUDY, *SCHEMES, curve, curve | {"log_prior": [[-2e9 / 3], [1]]}])
+    write_rows(tmp_path, [STUDY, *SCHEMES, curve, curve | {"log_prior": [[-2e6 / 3], [1]], "scale": [1 / 3]}])
     one, nested = read_rows(tmp_path)[-2:]
-    assert one == curve | {"log_prior": [0.333333, None]}
-    assert nested["log_prior"] == [[-6.66667e8], [1]]
+    assert one == curve | {"log_prior": [0.333, None]}
+    assert (nested["log_prior"], nested["scale"]) == ([[-666666.667], [1]], [0.333333])
     assert curve["log_prior"] == [1 / 3, None]
 
 

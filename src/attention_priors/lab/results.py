@@ -77,8 +77,9 @@ FIELDS = {
 }
 """Fields of each kind of row, besides ``scheme`` and ``seed``. Fields that a row lacks are missing numbers."""
 
-CURVES = ("log_prior", "log_prior_ahead", "ahead", "scale")
-"""Fields of curves. Their numbers are most of a file, so they are written with six significant digits."""
+DECIMALS = {"log_prior": 3, "log_prior_ahead": 3, "ahead": 3, "scale": 6}
+"""Decimals of each field of curves. Their numbers are most of a file, so log-priors are written to a thousandth of a
+nat: a weight then changes by a thousandth of itself at most, times any logit scale."""
 
 Row = Mapping[str, Any]
 
@@ -184,17 +185,20 @@ def read_rows(folder: Path) -> list[dict[str, Any]]:
 
 def write_rows(folder: Path, rows: Iterable[Row]) -> Path:
     """Write rows to a folder and return the path of the file. Equal rows give equal bytes."""
-    short = (row | {field: _rounded(row[field]) for field in CURVES if field in row} for row in map(dict, rows))
+    short = (
+        row | {field: _rounded(row[field], decimals) for field, decimals in DECIMALS.items() if field in row}
+        for row in map(dict, rows)
+    )
     text = "".join(json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n" for row in short)
     write_bytes(folder / FILE, gzip.compress(text.encode(), mtime=0))
     return folder / FILE
 
 
-def _rounded(numbers: Any) -> Any:
-    """Round numbers in nested lists to six significant digits."""
+def _rounded(numbers: Any, decimals: int) -> Any:
+    """Round numbers in nested lists."""
     if isinstance(numbers, list):
-        return [_rounded(one) for one in numbers]
-    return float(f"{numbers:.6g}") if isinstance(numbers, float) else numbers
+        return [_rounded(one, decimals) for one in numbers]
+    return round(numbers, decimals) if isinstance(numbers, float) else numbers
 
 
 def recipe_sha256(recipe: Row) -> str:
