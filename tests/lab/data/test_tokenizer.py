@@ -50,12 +50,14 @@ def test_vocabulary_has_the_requested_size(tokenizer: PreTrainedTokenizerFast):
 @given(st.integers(0, 10**12))
 def test_every_digit_is_a_token(tokenizer: PreTrainedTokenizerFast, number: int):
     digits = digit_token_ids(tokenizer)
+    assert digits is not None
 
     assert tokenizer.encode(str(number)) == [digits[int(digit)] for digit in str(number)]
 
 
 def test_digits_do_not_merge_with_preceding_text(tokenizer: PreTrainedTokenizerFast):
     digits = digit_token_ids(tokenizer)
+    assert digits is not None
 
     assert tokenizer.encode("key is 90210")[-5:] == [digits[digit] for digit in (9, 0, 2, 1, 0)]
 
@@ -190,8 +192,7 @@ def test_tokenizers_that_join_digits_load(corpus: Corpus, tmp_path: Path):
     _joining_digits().save_pretrained(tmp_path)
     loaded = load_tokenizer(tmp_path, corpus, tmp_path)
     assert len(loaded.encode("7373")) == 2
-    with pytest.raises(ValueError, match="does not give every digit its own token"):
-        digit_token_ids(loaded)
+    assert digit_token_ids(loaded) is None
 
 
 @pytest.mark.parametrize("strings", ["some text", ["some text"]])

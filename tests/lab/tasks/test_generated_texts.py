@@ -46,7 +46,7 @@ def _prompts(words: Words, name: str) -> Texts:
     task = RulerTask(tokenizer, name, Haystack.of("texts", documents))
     for seed in range(3):
         sample = task.sample(3000, seed)
-        yield sample.prompt
+        yield sample.text
         yield " ".join(sample.expected)
 
 

@@ -180,7 +180,7 @@ def test_haystack_size_and_samples_match_ruler(
             used -= step if used > step else 0
             prompt, answers = _reference_prompt(reference, settings, essay, used)
         sample = task.sample(length, seed)
-        assert (sample.prompt, sample.expected) == (prompt, answers)
+        assert (sample.text, sample.expected) == (prompt, answers)
         assert sample.length == len(tokenizer.tokenize(prompt)) + 128
 
 

@@ -51,14 +51,14 @@ def test_prompts_have_the_documented_text(tokenizer: PreTrainedTokenizerFast):
     )
     sample = task.sample(600, seed=1)
 
-    key = re.search(r"number for (\S+) mentioned", sample.prompt)
+    key = re.search(r"number for (\S+) mentioned", sample.text)
     assert key is not None
     match = re.fullmatch(
         r"A special magic number is hidden within the following text\. Make sure to memorize it\. I will quiz you "
         r"about the number afterwards\.\n(?P<context>.*)\n"
         r"What is the special magic number for (?P<key>\S+) mentioned in the provided text\?"
         r"(?P<prefix> The special magic number for (?P=key) mentioned in the provided text is)",
-        sample.prompt,
+        sample.text,
     )
     assert match is not None
     assert match["prefix"] == sample.answer_prefix
@@ -80,8 +80,8 @@ def test_samples_fit_below_rulers_smallest_haystack(
         return
     for seed in range(5):
         sample = task.sample(length, seed)
-        assert sample.length == len(tokenizer.encode(sample.prompt, add_special_tokens=False)) + 8 <= length
-        assert all(sample.prompt.count(value) == 1 for value in sample.expected)
+        assert sample.length == len(tokenizer.encode(sample.text, add_special_tokens=False)) + 8 <= length
+        assert all(sample.text.count(value) == 1 for value in sample.expected)
 
 
 @pytest.mark.parametrize("name", NEEDLE_TASKS)
@@ -122,7 +122,7 @@ def test_samples_at_a_depth_fit_and_differ_from_the_drawn_ones_in_depth(tasks: d
         drawn, moved = (tasks[name].sample(3000, seed, depth) for depth in (None, 0.3))
         assert moved.length <= 3000
         assert moved.depths == (pytest.approx(30),)
-        assert moved.expected[0] in moved.prompt
+        assert moved.expected[0] in moved.text
         same += moved.expected == drawn.expected
     assert same >= 6  # the others were drawn again, because one of the two prompts was too long
 
@@ -130,9 +130,9 @@ def test_samples_at_a_depth_fit_and_differ_from_the_drawn_ones_in_depth(tasks: d
 def test_depths_reach_both_ends(tasks: dict[str, RulerTask]):
     for name in ONE_ANSWER:
         start, end = (tasks[name].sample(3000, 3, depth) for depth in (0, 1))
-        assert start.prompt.split("\n", 1)[1].lstrip().startswith("One of the special magic")
-        assert start.expected[0] in start.prompt[:400]
-        assert end.prompt.rsplit("\n", 1)[0].rstrip().endswith(f"{end.expected[0]}.")
+        assert start.text.split("\n", 1)[1].lstrip().startswith("One of the special magic")
+        assert start.expected[0] in start.text[:400]
+        assert end.text.rsplit("\n", 1)[0].rstrip().endswith(f"{end.expected[0]}.")
 
 
 def test_reported_depths_match_the_needles(essay: Haystack, tasks: dict[str, RulerTask]):
@@ -140,7 +140,7 @@ def test_reported_depths_match_the_needles(essay: Haystack, tasks: dict[str, Rul
         settings = NEEDLE_TASKS[name]
         for seed in range(10):
             sample = tasks[name].sample(4500, seed)
-            context = sample.prompt[sample.prompt.index("\n") : sample.prompt.rindex("\n")]
+            context = sample.text[sample.text.index("\n") : sample.text.rindex("\n")]
             assert len(sample.depths) == len(sample.expected) == settings.num_answers
             for value, depth in zip(sample.expected, sample.depths, strict=True):
                 assert context.index(value) / len(context) == pytest.approx(depth / 100, abs=0.06)
@@ -221,7 +221,7 @@ def test_punkt_splits_by_its_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert RegexSplitter()(text.strip()) == ["Dr.", "Who met Mr.", "Hyde.", "They talked."]
     assert punkt.name == f"nltk-{nltk.__version__}/punkt_tab/english"
     sample = RulerTask(tokenizer, "niah_single_2", Haystack("doctors", text), split_sentences=punkt).sample(600, 1)
-    assert not re.search(r"[DM]r\. +One of the special", sample.prompt)
+    assert not re.search(r"[DM]r\. +One of the special", sample.text)
     with pytest.raises(LookupError, match="punkt_tab"):
         PunktSplitter("german")
 
@@ -240,7 +240,7 @@ def test_token_counts_ignore_the_tokenizers_truncation(
 def test_slow_tokenizers_count_tokens(essay: Haystack):
     tokenizer = ByT5Tokenizer()  # bytes
     sample = RulerTask(tokenizer, "niah_multikey_1", essay).sample(1500, 0)
-    assert 1300 < sample.length == len(sample.prompt.encode()) + 128 <= 1500
+    assert 1300 < sample.length == len(sample.text.encode()) + 128 <= 1500
 
 
 def test_haystacks_are_read_in_full(tmp_path: Path):
@@ -301,7 +301,7 @@ def test_haystacks_keep_room_for_all_needles(
         for seed in range(12):
             sample = task.sample(length, seed)
             assert sample.length <= length
-            assert sample.prompt.count(" is: ") >= keys
+            assert sample.text.count(" is: ") >= keys
 
 
 def test_invalid_arguments_are_named(tokenizer: PreTrainedTokenizerFast, essay: Haystack, tasks: dict[str, RulerTask]):

@@ -35,6 +35,7 @@ def test_lengths_answer_and_depth_are_exact(
     sample = task.sample(length, depth, _generator(seed))
 
     digits = digit_token_ids(tokenizer)
+    assert digits is not None
     assert 10_000 <= sample.key <= 99_999
     assert sample.answer_start == len(sample.prompt) == length
     assert sample.answer.tolist() == [digits[int(digit)] for digit in str(sample.key)]

@@ -12,8 +12,7 @@ import torch
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from attention_priors.lab.data import Document, RetrievalShare, token_stream, train_tokenizer
-from attention_priors.lab.data.tokenizer import joins_digits
+from attention_priors.lab.data import Document, RetrievalShare, digit_token_ids, token_stream, train_tokenizer
 from attention_priors.lab.tasks import PasskeyTexts
 from attention_priors.lab.tasks.passkey import WORDINGS
 from thoroughness import every_other_deep, examples
@@ -66,7 +65,7 @@ JOINING = [*itertools.product(["words", "words and spaces before texts", "pieces
 def test_lengths_are_exact_with_joined_digits(case: tuple[str, int, int]):
     kind, vocab_size, digits = case
     tokenizer = _joining(kind, vocab_size)
-    assert joins_digits(tokenizer)
+    assert digit_token_ids(tokenizer) is None
     stream = token_stream(tokenizer, [Document("a", " ".join(_texts()[:20]))])
     sizes = set()
     for filler in (None, stream):

@@ -91,7 +91,7 @@ def test_samples_from_one_seed_equal_rulers_file(
     task.haystack_size(length)
     samples = [task.sample(length, seed) for seed in range(4)]
 
-    file = json.dumps([[sample.prompt, sample.expected, sample.length] for sample in samples])
+    file = json.dumps([[sample.text, sample.expected, sample.length] for sample in samples])
     assert hashlib.sha256(file.encode()).hexdigest() == RULERS_FILES[length, num_chains, num_hops]
 
 
@@ -194,9 +194,9 @@ def _variables_of(text: str, number: str) -> list[str]:
 
 def test_prompts_have_the_documented_text(tasks: dict[str, RulerTask]):
     sample = tasks["variable_tracking_2_hops"].sample(300, seed=1)
-    number = sample.prompt.split("value ")[-1].split(",")[0]
+    number = sample.text.split("value ")[-1].split(",")[0]
     a, b, c = sample.expected
-    lines = sample.prompt.split("\n")
+    lines = sample.text.split("\n")
 
     assert lines[:2] == ["Memorize and track the chain(s) of variable assignment hidden in the following text.", ""]
     assert sorted(set(lines[2:-1])) == sorted(
@@ -242,11 +242,11 @@ def test_samples_fit_and_depend_only_on_length_and_seed(
     again, examples, fill = RulerTask(tokenizer, name), set(), []
     for seed in range(6):
         sample = tasks[name].sample(length, seed)
-        example, question = f"\n{sample.prompt}".rsplit("\nMemorize", 1)
+        example, question = f"\n{sample.text}".rsplit("\nMemorize", 1)
         number = sample.answer_prefix.split("value ")[1].split(",")[0]
 
         assert again.sample(length, seed) == sample
-        assert sample.length == len(tokenizer.tokenize(sample.prompt)) + 6 * settings.num_answers <= length
+        assert sample.length == len(tokenizer.tokenize(sample.text)) + 6 * settings.num_answers <= length
         assert tuple(_variables_of(question, number)) == sample.expected
         examples.add(example)
         fill.append(sample.length)

@@ -254,28 +254,12 @@ class TextEncoder:
 # ---- abilities of a tokenizer
 
 
-def digit_token_ids(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+def digit_token_ids(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...] | None:
     """Return the token ids of the digits 0 to 9.
 
-    Raises:
-        ValueError: The tokenizer joins digits to each other or to the text before them.
+    Returns:
+        None if the tokenizer joins digits to each other or to the text before them.
     """
-    ids = _digit_ids(tokenizer)
-    if ids is None:
-        count = len(tokenizer.encode("12345", add_special_tokens=False))
-        raise ValueError(
-            f"tokenizer {tokenizer.name_or_path!r} does not give every digit its own token (it encodes "
-            f"'12345' as {count} tokens): expected one token for each of the ten digits"
-        )
-    return ids
-
-
-def joins_digits(tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Return whether a tokenizer joins digits to each other or to the text before them."""
-    return _digit_ids(tokenizer) is None
-
-
-def _digit_ids(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...] | None:
     # A tokenizer that joins digits joins some pair of digits; this text has every pair.
     pairs = "".join(first + second for first in string.digits for second in string.digits)
     ids = tokenizer.encode(f" {pairs}", add_special_tokens=False)[-len(pairs) :]

@@ -6,15 +6,13 @@ Sources: BAM, Theorem 1 and Appendices K and I; GOAT, sections 2 and 3 (entropic
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor
+from typing_extensions import Unpack
 
-from attention_priors.attention import SSMax
-from attention_priors.attention.problem import Problem, make_problem
+from attention_priors.attention.problem import Options, Problem, make_problem
 from attention_priors.attention.reference import dense_logits
-from attention_priors.encodings import ShawVectors
 from attention_priors.priors import Prior
 
 
@@ -57,19 +55,7 @@ class AttentionLogits:
 
 
 def attention_logits(
-    query: Tensor,
-    key: Tensor,
-    prior: Prior | None = None,
-    *,
-    causal: bool = True,
-    logit_scale: SSMax | None = None,
-    softmax_scale: float | None = None,
-    query_positions: Tensor | None = None,
-    key_positions: Tensor | None = None,
-    document_ids: Tensor | None = None,
-    key_padding_mask: Tensor | None = None,
-    attn_mask: Tensor | None = None,
-    relative: ShawVectors | None = None,
+    query: Tensor, key: Tensor, prior: Prior | None = None, **options: Unpack[Options]
 ) -> AttentionLogits:
     """Return the logits that :func:`attention_priors.attend` passes to the softmax. Memory: ``B · H · Lq · Lk``.
 
@@ -77,15 +63,8 @@ def attention_logits(
         query: ``(B, H, Lq, D)``. Encodings of queries, such as rotary, are already applied.
         key: ``(B, Hkv, Lk, D)``. Encoded like the queries.
         prior: log-prior over positions. Uniform if None.
-        causal: see :func:`attention_priors.attend`.
-        logit_scale: see :func:`attention_priors.attend`.
-        softmax_scale: see :func:`attention_priors.attend`.
-        query_positions: see :func:`attention_priors.attend`.
-        key_positions: see :func:`attention_priors.attend`.
-        document_ids: see :func:`attention_priors.attend`.
-        key_padding_mask: see :func:`attention_priors.attend`.
-        attn_mask: see :func:`attention_priors.attend`. A float mask counts as position.
-        relative: see :func:`attention_priors.attend`. Shaw's vectors multiply the query and count as content.
+        options: options of :func:`attention_priors.attend`. A float mask and a key bias count as position, Shaw's
+            vectors as content. Dropout, tolerance and a null logit change nothing.
 
     Returns:
         Logits in float32, or float64 for float64 queries.
@@ -93,23 +72,7 @@ def attention_logits(
     Raises:
         ValueError: see :func:`attention_priors.attend`.
     """
-    problem = make_problem(
-        query,
-        key,
-        key,
-        prior,
-        causal=causal,
-        logit_scale=logit_scale,
-        softmax_scale=softmax_scale,
-        query_positions=query_positions,
-        key_positions=key_positions,
-        document_ids=document_ids,
-        key_padding_mask=key_padding_mask,
-        attn_mask=attn_mask,
-        relative=relative,
-        dropout_p=0.0,
-    )
-    return problem_logits(problem)
+    return problem_logits(make_problem(query, key, key, prior, **options))
 
 
 def problem_logits(problem: Problem) -> AttentionLogits:
@@ -222,14 +185,16 @@ def _divergence(p: Tensor, q: Tensor, x: Tensor) -> Tensor:
     return torch.where(x.abs() < 1e-2, p * series, p * x + (q - p)).sum(-1)
 
 
-def decompose_attention(query: Tensor, key: Tensor, prior: Prior | None = None, **options: Any) -> Decomposition:
+def decompose_attention(
+    query: Tensor, key: Tensor, prior: Prior | None = None, **options: Unpack[Options]
+) -> Decomposition:
     """Decompose the attention that :func:`attention_priors.attend` computes, as :func:`decompose` does.
 
     Args:
         query: ``(B, H, Lq, D)``.
         key: ``(B, Hkv, Lk, D)``.
         prior: log-prior over positions; None for the uniform prior.
-        options: keyword arguments of :func:`attention_logits`.
+        options: options of :func:`attention_logits`.
     """
     return decompose(attention_logits(query, key, prior, **options))
 

@@ -13,7 +13,7 @@ from transformers import DynamicCache, PreTrainedModel
 from attention_priors.attention.reference import reference
 from attention_priors.hf.observe import LayerAttention, observed_attention
 from attention_priors.lab.data.packing import RetrievalText
-from attention_priors.lab.data.tokenizer import TokenStream, check_writes, digit_token_ids, joins_digits, letters
+from attention_priors.lab.data.tokenizer import TokenStream, check_writes, digit_token_ids, letters
 from attention_priors.lab.tasks.generation import chunked_logits
 from attention_priors.lab.tasks.plan import LONGEST_KEY
 from attention_priors.lab.tasks.retrieval import Question, Retrieval
@@ -121,7 +121,8 @@ class PasskeyTexts:
         self._decoys = decoys
         self._decoy_overlap = decoy_overlap
         self.digits = digits
-        self.joins_digits = joins_digits(tokenizer)
+        self._digit_tokens = digit_token_ids(tokenizer)
+        self.joins_digits = self._digit_tokens is None
         """Whether a token may hold several digits, so that keys differ in their number of tokens."""
         check_writes(tokenizer, "12345")
         if self.joins_digits and decoys:
@@ -132,27 +133,24 @@ class PasskeyTexts:
         instruction, self._needle_text, self._question_text = WORDINGS[wording]
         self._tokenizer = tokenizer
         self._instruction = _encode(tokenizer, instruction)
-        probes = tuple(probe[:digits] for probe in _PROBES)
+        probes = [probe[:digits] for probe in _PROBES]
+        first, second = (_encode(tokenizer, self._question_text.format(key=key)) for key in probes)
+        differs = [one != other for one, other in zip(first.tolist(), second.tolist(), strict=False)]
+        self._question = first[: [*differs, True].index(True)]
+        before = self._question_text.partition("{key}")[0]
+        # Some tokenizers encode the space before a number as a separate token.
+        if not letters(str(tokenizer.decode(self._question))).endswith(letters(before)):
+            raise ValueError(
+                f"tokenizer {tokenizer.name_or_path!r} joins a pass key to the words before it: expected separate "
+                f"tokens for {before[-20:]!r}"
+            )
         if self.joins_digits:
-            questions = [_encode(tokenizer, self._question_text.format(key=key)) for key in probes]
-            self._question = questions[0][: _common(questions)]
-            before = self._question_text.partition("{key}")[0]
-            # Some tokenizers encode the space before a number as a separate token.
-            if not letters(str(tokenizer.decode(self._question))).endswith(letters(before)):
-                raise ValueError(
-                    f"tokenizer {tokenizer.name_or_path!r} joins a pass key to the words before it: expected separate "
-                    f"tokens for {before[-20:]!r}"
-                )
             # A key has at most one token per digit, and one for the space before it.
             self._slack = (digits + 1) * self._needle_text.count("{key}")
             self._longest_needle = _encode(tokenizer, self._needle_text.format(key="")).numel() + self._slack
         else:
-            # Tokenize once here: `sample` only concatenates tokens.
-            self._digit_tokens = torch.tensor(digit_token_ids(tokenizer))
-            self._needle = self._around_keys(self._needle_text, probes, count=3)
-            self._question = self._around_keys(self._question_text, probes, count=2)[0]
             self._slack = 0
-            self._longest_needle = sum(piece.numel() for piece in self._needle) + 2 * digits
+            self._longest_needle = _encode(tokenizer, self._needle_text.format(key=probes[0])).numel()
         self._varies = filler is not None
         if filler is None:
             self._filler = _encode(tokenizer, FILLER_SENTENCE)
@@ -240,11 +238,6 @@ class PasskeyTexts:
 
     def _parts(self, key: str) -> tuple[Tensor, Tensor, Tensor]:
         """Return the needle, the question without its answer, and the answer."""
-        if not self.joins_digits:
-            answer = self._key_tokens(key)
-            first, *others = self._needle
-            needle = torch.cat([first, *(piece for other in others for piece in (answer, other))])
-            return needle, self._question, answer
         question = _encode(self._tokenizer, self._question_text.format(key=key))
         start = self._question.numel()
         if not torch.equal(question[:start], self._question):
@@ -264,15 +257,15 @@ class PasskeyTexts:
 
     def _with_decoys(self, filler: Tensor, key: str | None, generator: torch.Generator) -> Tensor:
         """Replace some of the filler with numbers, some of them similar to ``key`` if given."""
-        filler = filler.clone()
+        filler, digits = filler.clone(), torch.tensor(self._digit_tokens)
         for _ in range(int(torch.randint(self._decoys + 1, (), generator=generator))):
             size = int(torch.randint(1, _LONGEST_DECOY + 1, (), generator=generator))
             part = "" if key is None else self._part_of(key, generator)
             size = max(size, len(part))
             if size <= filler.numel():
                 start = int(torch.randint(filler.numel() - size + 1, (), generator=generator))
-                number = self._digit_tokens[torch.randint(10, (size,), generator=generator)]
-                number[: len(part)] = self._key_tokens(part)
+                number = digits[torch.randint(10, (size,), generator=generator)]
+                number[: len(part)] = digits[[int(digit) for digit in part]]
                 filler[start : start + size] = number
         return filler
 
@@ -286,47 +279,9 @@ class PasskeyTexts:
         following = key[start + size] if start + size < self.digits else key[0]
         return key[start : start + size] + str((int(following) + step) % 10)
 
-    def _around_keys(self, template: str, probes: Sequence[str], count: int) -> list[Tensor]:
-        """Return the `count` pieces of a template around its keys, tokenized with keys in place."""
-        pieces, other_pieces = (
-            _split_at(_encode(self._tokenizer, template.format(key=key)), self._key_tokens(key)) for key in probes
-        )
-        same = all(torch.equal(piece, other) for piece, other in zip(pieces, other_pieces, strict=False))
-        if len(pieces) != count or len(other_pieces) != count or not same:
-            raise ValueError(
-                f"tokenizer {self._tokenizer.name_or_path!r} encodes the digits of a pass key differently in "
-                f"{template!r}: expected one token for each, the same in every text"
-            )
-        return pieces
-
-    def _key_tokens(self, key: str) -> Tensor:
-        return self._digit_tokens[[int(digit) for digit in key]]
-
 
 def _encode(tokenizer: PreTrainedTokenizerBase, text: str) -> Tensor:
     return torch.tensor(tokenizer.encode(text, add_special_tokens=False), dtype=torch.int64)
-
-
-def _common(sequences: Sequence[Tensor]) -> int:
-    """Return the length of the common prefix of all sequences."""
-    number = 0
-    for tokens in zip(*(sequence.tolist() for sequence in sequences), strict=False):
-        if len(set(tokens)) > 1:
-            break
-        number += 1
-    return number
-
-
-def _split_at(tokens: Tensor, separator: Tensor) -> list[Tensor]:
-    """Return the pieces before, between and after the occurrences of ``separator``; a piece may be empty."""
-    pieces, start, position, size = [], 0, 0, separator.numel()
-    while position + size <= tokens.numel():
-        if torch.equal(tokens[position : position + size], separator):
-            pieces.append(tokens[start:position])
-            start = position = position + size
-        else:
-            position += 1
-    return [*pieces, tokens[start:]]
 
 
 class PasskeyRetrieval(Retrieval):

@@ -33,7 +33,7 @@ class Prompt(NamedTuple):
     """Prompt with its answer."""
 
     text: str
-    """Prompt including ``answer_prefix``."""
+    """Text, question and answer prefix, as the model reads them."""
     answer_prefix: str
     """Beginning of the answer, with a leading space."""
     expected: tuple[str, ...]
@@ -44,6 +44,8 @@ class Prompt(NamedTuple):
     """Right continuation of ``text``, with a leading space."""
     more: tuple[tuple[str, str], ...] = ()
     """Further questions of a training text, which follow ``answer``, each with its answer."""
+    length: int = 0
+    """Tokens of ``text``, without special tokens, plus those reserved for the answer, once they are counted."""
 
 
 class RulerSettings(ABC):

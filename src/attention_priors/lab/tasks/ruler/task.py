@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
@@ -30,26 +29,6 @@ _EXAMPLE_LENGTH = 500
 Encode = Callable[[str], Sequence[int]]
 Write = Callable[[int], Prompt]
 """Function that writes a prompt with a haystack of a size."""
-
-
-@dataclass(frozen=True)
-class RulerSample:
-    """Prompt with its expected answer.
-
-    Attributes:
-        prompt: Text, question and answer prefix, as the model reads them.
-        answer_prefix: End of ``prompt`` that begins the answer. Includes the leading space.
-        expected: Strings of a right answer. Ordered like the question or the chain.
-        depths: Depth in percent of the sentence that holds each string, in the haystack.
-        length: Tokens of ``prompt``, without special tokens, plus those reserved for the answer. At most the requested
-            length.
-    """
-
-    prompt: str
-    answer_prefix: str
-    expected: tuple[str, ...]
-    depths: tuple[float, ...]
-    length: int
 
 
 class RulerTask:
@@ -135,7 +114,7 @@ class RulerTask:
             self._sizes[length] = self._find_size(length)
         return self._sizes[length]
 
-    def sample(self, length: int, seed: int, depth: float | None = None) -> RulerSample:
+    def sample(self, length: int, seed: int, depth: float | None = None) -> Prompt:
         """Make one prompt, which depends only on the task, its tokenizer and text, and these arguments.
 
         Args:
@@ -163,14 +142,7 @@ class RulerTask:
         def write(size: int) -> Prompt:
             return self.settings.write(self._cached_units(size), generators, depth=depth, example=self._example)
 
-        prompt, used = _fit(self.settings, self._encode, write, size, length, self.tokens_to_generate)
-        return RulerSample(
-            prompt=prompt.text,
-            answer_prefix=prompt.answer_prefix,
-            expected=prompt.expected,
-            depths=prompt.depths,
-            length=used,
-        )
+        return _fit(self.settings, self._encode, write, size, length, self.tokens_to_generate)
 
     def _find_size(self, length: int) -> int:
         generators = Generators.seeded(RULER_SEED)
@@ -205,7 +177,7 @@ def write_example(settings: RulerSettings, encode: Encode, generators: Generator
         size = _largest_size(shot, encode, write, _EXAMPLE_LENGTH, 0)
     except ValueError as error:
         raise ValueError(f"few-shot example: {error}. Use example=False or variable_tracking_2_hops") from error
-    prompt, _ = _fit(shot, encode, write, size, _EXAMPLE_LENGTH, 0)
+    prompt = _fit(shot, encode, write, size, _EXAMPLE_LENGTH, 0)
     return f"{prompt.text}{prompt.answer}\n"
 
 
@@ -238,20 +210,14 @@ def _largest_size(settings: RulerSettings, encode: Encode, write: Write, length:
     return size
 
 
-def _fit(
-    settings: RulerSettings, encode: Encode, write: Write, size: int, length: int, reserved: int
-) -> tuple[Prompt, int]:
-    """Draw prompts until one fits with the reserved tokens; shorten the haystack as RULER does.
-
-    Returns:
-        The prompt, and its number of tokens plus the reserved ones.
-    """
+def _fit(settings: RulerSettings, encode: Encode, write: Write, size: int, length: int, reserved: int) -> Prompt:
+    """Draw prompts until one fits with the reserved tokens; shorten the haystack as RULER does."""
     step, redraws = settings.step(length), 0
     while True:
         prompt = write(size)
         used = len(encode(prompt.text)) + reserved
         if used <= length:
-            return prompt, used
+            return prompt._replace(length=used)
         if size - step >= settings.smallest:
             size -= step
         elif redraws == MOST_REDRAWS:
@@ -329,7 +295,7 @@ class RulerRetrieval(Retrieval):
     def question(self, length: int, depth: float | None, seed: int) -> Question:
         """Make a prompt; by default RULER's draws choose the depth."""
         sample = self._task.sample(length - len(self._beginning), seed, depth)
-        tokens = self.subject.tokenizer(sample.prompt, add_special_tokens=False)["input_ids"]
+        tokens = self.subject.tokenizer(sample.text, add_special_tokens=False)["input_ids"]
         prompt = torch.cat([self._beginning, torch.tensor(tokens)])
         place = sample.depths[0] / 100 if len(sample.depths) == 1 else None
         return Question(prompt, sample.expected, self._task.tokens_to_generate, depth=place)
