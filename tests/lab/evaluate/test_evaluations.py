@@ -72,17 +72,22 @@ def results(output: Path) -> list[dict[str, Any]]:
     return [line for line in lines(output) if "identity" not in line]
 
 
+def totals(summary: Summary, kind: str, *fields: str) -> list[Any]:
+    """Return these fields of the totals of one kind, as tuples, or as they are if it is one field."""
+    rows = [[row[field] for field in fields] for row in summary.totals if row["row"] == kind]
+    return [row[0] if len(row) == 1 else tuple(row) for row in rows]
+
+
 @KINDS
 def test_every_task_is_evaluated(kind: str, subjects: dict[str, Subject], plan: Any, tmp_path: Path):
     told: list[tuple[str, float, float]] = []
     observer = Observer(on_work=lambda *report: told.append(report))
     summary = evaluate(subjects[kind], plan(*OF_TEXT, lengths=(600,)), tmp_path, chunk=128, observer=observer)
-    assert [one.task for one in summary.accuracies] == RETRIEVAL
-    assert [one.task for one in summary.losses] == ["perplexity", "perplexity_short", "perplexity_windows"]
-    assert [one.kind for one in summary.durations] == ["forward", "forward+backward", "decode"]
-    assert [(one.layer, one.head) for one in summary.weights] == [
-        (layer, head) for layer in (0, 1) for head in range(4)
-    ]
+    assert totals(summary, "retrieval", "task") == RETRIEVAL
+    assert totals(summary, "perplexity", "task") == ["perplexity", "perplexity_short", "perplexity_windows"]
+    assert totals(summary, "timing", "pass") == ["forward", "forward+backward", "decode"]
+    heads = [(layer, head) for layer in (0, 1) for head in range(4)]
+    assert totals(summary, "needle_weight", "layer", "head") == heads
     assert {what for what, _, _ in told} == set(OF_TEXT)
     assert all(0 <= done <= total * (1 + 1e-9) for _, done, total in told)
     identities = {line["run"]: line["identity"] for line in lines(tmp_path) if "identity" in line}
@@ -178,8 +183,8 @@ def test_the_summary_covers_only_the_plan(subjects: dict[str, Subject], plan: An
     alone = evaluate(subjects["gpt2"], small, tmp_path / "alone")
     large = plan("passkey", "perplexity", lengths=(200, 260), trials=2, documents=4)
     whole = evaluate(subjects["gpt2"], large, tmp_path)
-    assert [(one.length, one.trials) for one in whole.accuracies] == [(200, 4), (260, 4)]
-    assert [(one.length, one.documents) for one in whole.losses] == [(200, 4), (260, 4)]
+    assert totals(whole, "retrieval", "length", "trials") == [(200, 4), (260, 4)]
+    assert totals(whole, "perplexity", "length", "documents") == [(200, 4), (260, 4)]
     evaluate(subjects["llama"], small, tmp_path)
     assert evaluate(subjects["gpt2"], small, tmp_path) == alone
 
@@ -240,7 +245,7 @@ def test_every_length_reads_equal_documents(subjects: dict[str, Subject], plan: 
         if "document" in found:
             read.setdefault(found["length"], set()).add(found["document"])
     assert read[100] == read[200] == read[900]
-    assert [one.documents for one in summary.losses] == [len(read[900])] * 3
+    assert totals(summary, "perplexity", "documents") == [len(read[900])] * 3
 
 
 def test_skipped_files_are_reported(subjects: dict[str, Subject], folders: dict[str, Path], plan: Any, tmp_path: Path):
@@ -313,7 +318,7 @@ def test_tasks_stop_at_zero_accuracy(subjects: dict[str, Subject], plan: Any, tm
     stopped = evaluate(subject, plan("passkey", lengths=lengths), tmp_path, observer=observer)
     reason = "nothing right at 2 lengths running (180, 200 tokens)"
     assert messages == [f"passkey: {reason}; longer texts are skipped"]
-    assert [(one.length, one.stopped) for one in stopped.accuracies] == [(180, None), (200, reason)]
+    assert totals(stopped, "retrieval", "length", "stopped") == [(180, None), (200, reason)]
     stops = [line for line in results(tmp_path) if "stopped_before" in line]
     assert [(line["stopped_before"], line["reason"]) for line in stops] == [(230, reason)]
     before = (tmp_path / "results.jsonl").read_bytes()
@@ -321,7 +326,7 @@ def test_tasks_stop_at_zero_accuracy(subjects: dict[str, Subject], plan: Any, tm
     assert (tmp_path / "results.jsonl").read_bytes() == before  # recorded once
 
     lifted = evaluate(subject, plan("passkey", lengths=lengths, stop_after_zeros=None), tmp_path)
-    assert [(one.length, one.stopped) for one in lifted.accuracies] == [(length, None) for length in lengths]
+    assert totals(lifted, "retrieval", "length", "stopped") == [(length, None) for length in lengths]
     # Existing results are shown, and stay when the stopping rule returns.
     assert evaluate(subject, plan("passkey", lengths=lengths), tmp_path) == lifted
 
@@ -355,16 +360,16 @@ def test_tasks_stop_after_consecutive_lengths_of_zero_accuracy(
 
     monkeypatch.setattr(PasskeyRetrieval, "ask", ask)
     found = evaluate(subjects["ours"], plan("passkey", lengths=lengths, stop_after_zeros=after), tmp_path)
-    assert [one.length for one in found.accuracies] == [*lengths[: len(right)]]
-    assert [one.mean for one in found.accuracies] == [score / 2 for score in right]
-    assert [one.interval for one in found.accuracies] == [wilson_interval(score, 2) for score in right]
-    reason = found.accuracies[-1].stopped
+    assert totals(found, "retrieval", "length") == [*lengths[: len(right)]]
+    assert totals(found, "retrieval", "mean") == [score / 2 for score in right]
+    assert totals(found, "retrieval", "low", "high") == [wilson_interval(score, 2) for score in right]
+    *earlier, reason = totals(found, "retrieval", "stopped")
     if stopped_after is None:
         assert reason is None
     else:
         number = f"{len(stopped_after)} length{'s' * (len(stopped_after) > 1)}"
         assert reason == f"nothing right at {number} running ({', '.join(map(str, stopped_after))} tokens)"
-    assert not any(one.stopped for one in found.accuracies[:-1])
+    assert not any(earlier)
 
 
 def test_interruptions_change_no_result(subjects: dict[str, Subject], plan: Any, tmp_path: Path):
@@ -393,15 +398,16 @@ def test_copying_loss_is_measured_by_kind(tmp_path: Path):
         rows = CopyMixtureRows(mixture, context_length=length, num_rows=240 // length, seed=-1)
         samples = [rows.sample(index) for index in range(len(rows))]
         expected = copying_rows(subject.model, mixture, samples, chunk=1024)
-        assert [row for row in found.copying if row["length"] == length] == expected
+        copying = [row for row in found.rows if row["row"] == "copying" and row["length"] == length]
+        assert copying == [{"row": "copying"} | row for row in expected]
         assert [row["kind"] for row in expected] == ["first", "previous", "noise", "all"]
-    assert [one.length for one in found.durations] == [12, 12, 12, 24, 24, 24]
+    assert totals(found, "timing", "length") == [12, 12, 12, 24, 24, 24]
     # The loss by position covers the beginnings of rows.
-    assert [(one.length, one.documents, one.tokens) for one in found.losses] == [(12, 8, 88), (24, 8, 184)]
+    assert totals(found, "perplexity", "length", "documents", "tokens") == [(12, 8, 88), (24, 8, 184)]
     rows = CopyMixtureRows(mixture, context_length=24, num_rows=8, seed=-1)
     losses = [token_losses(subject.model, rows.sample(index).tokens, chunk=24) for index in range(8)]
-    assert found.losses[1].nll == pytest.approx(float(torch.stack(losses).mean()), rel=1e-5)
-    assert found.losses[0].nll == pytest.approx(float(torch.stack(losses)[:, :11].mean()), rel=1e-5)
+    means = [float(torch.stack(losses)[:, :11].mean()), float(torch.stack(losses).mean())]
+    assert totals(found, "perplexity", "nll") == pytest.approx(means, rel=1e-5)
     with pytest.raises(ValueError, match="model 'copier' has no tokenizer: expected a model of text"):
         evaluate(subject, EvaluationPlan(tasks=("passkey",), lengths=(200,)), tmp_path / "new")
     assert not (tmp_path / "new").exists()
@@ -415,23 +421,22 @@ def test_copying_needs_a_copy_mixture(subjects: dict[str, Subject], plan: Any, t
 
 def test_losses_are_averaged_over_tokens(subjects: dict[str, Subject], plan: Any, tmp_path: Path):
     found = evaluate(subjects["ours"], plan("perplexity", "perplexity_short", lengths=(690,), documents=3), tmp_path)
-    for one, name in zip(found.losses, ("perplexity", "perplexity_short"), strict=True):
+    for name in ("perplexity", "perplexity_short"):
+        one, *places = (row for row in found.rows if row["task"] == name)
         texts = [line["losses"] for line in results(tmp_path) if line["task"] == name]
         sums = [sum(loss for _, _, loss in bins) for bins in texts]
         sizes = [bins[-1][1] for bins in texts]
-        assert one.tokens == sum(sizes)
-        assert one.nll == pytest.approx(sum(sums) / sum(sizes))
-        assert one.interval is not None
+        assert one["tokens"] == sum(sizes)
+        assert one["nll"] == pytest.approx(sum(sums) / sum(sizes))
         # The interval is around the mean, also for texts of different sizes.
-        assert (one.interval.low + one.interval.high) / 2 == pytest.approx(one.nll)
+        assert (one["low"] + one["high"]) / 2 == pytest.approx(one["nll"])
         if name == "perplexity":
-            assert one.interval == pytest.approx(mean_interval([loss / 689 for loss in sums]))
-            assert one.documents == 3
+            assert (one["low"], one["high"]) == pytest.approx(mean_interval([loss / 689 for loss in sums]))
+            assert one["documents"] == 3
         else:
             assert len(set(sizes)) > 1
-        place, loss, _ = one.by_position[2]
-        assert place == pytest.approx((4 * 7) ** 0.5)
-        assert loss == pytest.approx(sum(bins[2][2] for bins in texts) / 4 / len(texts))
+        assert places[2]["position"] == pytest.approx((4 * 7) ** 0.5)
+        assert places[2]["nll"] == pytest.approx(sum(bins[2][2] for bins in texts) / 4 / len(texts))
 
 
 def test_losses_that_are_not_finite_are_recorded(
@@ -449,12 +454,10 @@ def test_losses_that_are_not_finite_are_recorded(
     monkeypatch.setattr("attention_priors.lab.tasks.passkey.needle_weights", lambda *_, **__: weights)
     asked = plan("perplexity", "passkey_weight", "passkey", lengths=(200,))
     found = evaluate(subjects["ours"], asked, tmp_path)
-    (loss,) = found.losses
-    assert math.isnan(loss.nll)
-    assert math.isnan(loss.perplexity)
-    assert [place.position for place in loss.by_position if math.isnan(place.nll)] == [pytest.approx((64 * 127) ** 0.5)]
-    assert [math.isnan(one.weight) for one in found.weights] == [False, True, False, False]
-    assert len(found.accuracies) == 1
+    unknown = [row["position"] for row in found.rows if row["row"] == "perplexity" and math.isnan(row["nll"])]
+    assert unknown == [None, pytest.approx((64 * 127) ** 0.5)]
+    assert [*map(math.isnan, totals(found, "needle_weight", "weight"))] == [False, True, False, False]
+    assert len(totals(found, "retrieval")) == 1
     assert "not finite" in markdown(found)
     assert write_evaluation_figures(found, evaluation_results(found, "ours"), tmp_path / "figures")
     before = (tmp_path / "results.jsonl").read_bytes()
@@ -471,7 +474,7 @@ def test_windows_cover_all_documents(subjects: dict[str, Subject], plan: Any, tm
         lines = results(folder)
         # Each token except the first of a text has a loss.
         assert all(line["losses"][-1][1] == 199 for line in lines if "losses" in line)
-        assert found.losses[0].documents == sum("losses" in line for line in lines)
+        assert totals(found, "perplexity", "documents") == [sum("losses" in line for line in lines)]
         return [line["document"] for line in lines if "losses" in line]
 
     whole = texts(10**6)
@@ -488,9 +491,9 @@ def test_whole_files_can_be_summarised(subjects: dict[str, Subject], plan: Any, 
         evaluate(subjects[kind], plan("passkey", lengths=(200, 260, 300)), tmp_path)
     whole = summarize(Records(tmp_path / "results.jsonl"))
     assert isinstance(whole, Summary)
-    assert [one.length for one in whole.accuracies] == [200, 260] * 2
-    assert all(one.stopped for one in whole.accuracies[1::2])
-    assert list(whole.accuracies[0].by_depth) == [0.0, 1.0]
+    assert totals(whole, "retrieval", "length") == [200, 260] * 2
+    assert all(totals(whole, "retrieval", "stopped")[1::2])
+    assert [row["depth"] for row in whole.rows] == [0.0, 1.0] * 4
 
 
 def test_learned_positions_need_room_for_the_answer(subjects: dict[str, Subject], plan: Any, tmp_path: Path):

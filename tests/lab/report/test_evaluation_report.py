@@ -1,6 +1,7 @@
 """Tables and figures of an evaluation."""
 
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,11 @@ def shown(summary: Summary) -> dict[str, Any]:
     return {table.name: table for table in evaluation_tables(evaluation_results(summary, "gpt2"))}
 
 
+def losses_of(summary: Summary) -> Summary:
+    rows, totals = ([row for row in found if row["row"] == "perplexity"] for found in (summary.rows, summary.totals))
+    return Summary(rows, totals)
+
+
 def drawn(summary: Summary) -> dict[str, Any]:
     return dict(evaluation._figures(summary, evaluation_results(summary, "gpt2")))
 
@@ -62,9 +68,8 @@ def test_tables_show_the_results(summary: Summary):
     assert found["answer_tokens"].lines == [["passkey, answer's tokens", "1024", Cell(">99")]]
     assert found["stopped"].lines == [["passkey", "nothing | right"]]
     assert r"nothing \| right" in found["stopped"].markdown()
-    (interval,) = {loss.interval for loss in summary.losses if loss.length == 64}
-    assert interval is not None
-    nats = Cell(f"{27.1 / 7:.3f}", f"[{interval.low:.3f}, {interval.high:.3f}]")
+    (loss,) = (row for row in summary.totals if row["row"] == "perplexity" and row["length"] == 64)
+    nats = Cell(f"{27.1 / 7:.3f}", f"[{loss['low']:.3f}, {loss['high']:.3f}]")
     assert found["losses"].lines == [
         ["perplexity", "64", "3", nats, f"{math.exp(27.1 / 7):.3g}", f"{27.1 / 7 / math.log(2):.3f}"],
         ["perplexity", "128", "1", Cell("3.857"), "47.3", "5.565"],
@@ -83,7 +88,7 @@ def test_losses_that_are_not_finite_are_shown_as_such():
 
 
 def test_losses_of_bases_are_bits_without_perplexity(summary: Summary):
-    of_bases = Summary([], summary.losses, [], [], [], of_bases=True)
+    of_bases = replace(losses_of(summary), of_bases=True)
     losses = shown(of_bases)["losses"]
     assert "per base" in losses.caption
     assert losses.header == ["task", "tokens", "documents", "nats", "bits per base"]
@@ -99,10 +104,10 @@ def test_figures_need_results(summary: Summary, tmp_path: Path):
     assert [file.name for file in files] == [f"{name}.png" for name in names]
     assert all(file.read_bytes().startswith(b"\x89PNG") for file in files)
     (tmp_path / "photo.png").write_bytes(b"someone's own")
-    fewer = Summary([], summary.losses, [], [], [])
+    fewer = losses_of(summary)
     (kept,) = write_evaluation_figures(fewer, evaluation_results(fewer, "gpt2"), tmp_path)
     assert {path.name for path in tmp_path.iterdir()} == {kept.name, "photo.png"}
-    nothing = Summary([], [], [], [], [])
+    nothing = Summary([], [])
     assert write_evaluation_figures(nothing, evaluation_results(nothing, "gpt2"), tmp_path / "none") == []
     assert shown(nothing) == {}
 
@@ -112,12 +117,12 @@ def test_tasks_are_lines_with_wilson_intervals(summary: Summary):
     axes = figure.axes[0]
     for container, task in zip(axes.containers, ("passkey", "niah_multivalue"), strict=True):
         (bars,) = container[2]
-        own = [one for one in summary.accuracies if one.task == task]
+        own = [row for row in summary.totals if row.get("task") == task]
         assert container.get_label() == task
         for segment, one in zip(bars.get_segments(), own, strict=True):
-            expected = (100 * min(one.interval.low, one.mean), 100 * max(one.interval.high, one.mean))
+            expected = (100 * min(one["low"], one["mean"]), 100 * max(one["high"], one["mean"]))
             assert sorted(segment[:, 1]) == pytest.approx(expected)
-            assert segment[0, 0] == pytest.approx(one.length, rel=0.1)
+            assert segment[0, 0] == pytest.approx(one["length"], rel=0.1)
     assert len(by_gid(figure, "stopped:passkey:0")) == 1
     assert not by_gid(figure, "training length")
 

@@ -166,25 +166,28 @@ def test_tokens_are_drawn_with_the_models_probabilities(subject: Subject):
 
 
 def test_pieces_are_completed_and_summarised(whole: Summary, tmp_path: Path):
-    (completion,) = whole.completions
+    (completion,) = whole.totals
+    ((length, pieces),) = whole.pieces.items()
+    assert (completion["length"], completion["pieces"], completion["continuations"]) == (length, 3, 3)
     texts = {"one": drawn(700, 1), "two": drawn(200, 2) + "NNNN" + drawn(400, 3)}
     # 700 bases have two pieces of 300. 604 bases have only the second, because unknown bases follow the first.
-    assert [piece.document for piece in completion.pieces] == [
+    assert [piece.document for piece in pieces] == [
         "one:1-700[0:300]",
         "one:1-700[300:600]",
         "two:1-604[300:600]",
     ]
-    for piece, start in zip(completion.pieces, (0, 300, 300), strict=True):
+    for piece, start in zip(pieces, (0, 300, 300), strict=True):
         name = piece.document[:3]
         assert piece.expected == texts[name][start + 100 : start + 300]
         assert len(set(piece.found)) == len(piece.found) == 3
         assert all(len(found) == COMPLETED and set(found) <= set("ACGT") for found in piece.found)
-    means = [np.mean([identity(found, piece.expected) for found in piece.found]) for piece in completion.pieces]
-    assert completion.identity == pytest.approx(np.mean(means))
-    assert completion.identity_interval == pytest.approx(mean_interval([float(mean) for mean in means]))
-    assert completion.chance == pytest.approx(0.25, abs=0.02)
+    means = [np.mean([identity(found, piece.expected) for found in piece.found]) for piece in pieces]
+    assert completion["identity"] == pytest.approx(np.mean(means))
+    ends = (completion["identity_low"], completion["identity_high"])
+    assert ends == pytest.approx(mean_interval([float(mean) for mean in means]))
+    assert completion["chance"] == pytest.approx(0.25, abs=0.02)
     text = markdown(whole)
-    assert f"| 100 | 3 | 3 | {100 * completion.identity:.1f} [" in text
+    assert f"| 100 | 3 | 3 | {100 * completion['identity']:.1f} [" in text
     figures = write_evaluation_figures(whole, evaluation_results(whole, "model"), tmp_path)
     assert [path.name for path in figures] == ["genome_completion.png"]
 
@@ -195,15 +198,15 @@ def test_more_trials_and_pieces_extend_the_results(subject: Subject, genome: Pat
     grown = evaluate(subject, plan(genome), tmp_path / "grown", chunk=64)
     assert (tmp_path / "grown" / "results.jsonl").read_text().startswith(before)
     # Random draws for a piece do not depend on other pieces.
-    assert grown.completions == whole.completions
-    few = evaluate(subject, plan(genome, documents=2), tmp_path / "few", chunk=64).completions[0].pieces
-    assert set(few) < set(grown.completions[0].pieces)
+    assert grown == whole
+    few = evaluate(subject, plan(genome, documents=2), tmp_path / "few", chunk=64)
+    assert set(few.pieces[100]) < set(grown.pieces[100])
     kept = [json.loads(line) for line in (tmp_path / "grown" / "results.jsonl").read_text().splitlines()]
     assert len(kept) == 1 + 9
     again = (tmp_path / "grown" / "results.jsonl").stat().st_mtime_ns
     assert evaluate(subject, plan(genome), tmp_path / "grown") == grown
     assert (tmp_path / "grown" / "results.jsonl").stat().st_mtime_ns == again
-    assert summarize(kept).completions[0].identity > 0
+    assert summarize(kept).totals[0]["identity"] > 0
 
 
 def test_incompatible_settings_are_refused_before_any_work(subject: Subject, genome: Path, tmp_path: Path):
@@ -225,10 +228,9 @@ def test_logits_that_are_not_finite_are_refused(subject: Subject, genome: Path, 
 
 def test_losses_are_bits_per_base(subject: Subject, genome: Path, tmp_path: Path):
     summary = evaluate(subject, plan(genome, tasks=("perplexity_windows",)), tmp_path)
-    (loss,) = summary.losses
-    assert loss.bits == pytest.approx(np.log2(loss.perplexity))
+    (loss,) = summary.totals
     assert summary.of_bases
     tables = markdown(summary)
-    assert f"| {loss.bits:.3f} |" in tables
+    assert f"| {loss['nll'] / np.log(2):.3f} |" in tables
     assert "bits per base" in tables
     assert "perplexity |" not in tables

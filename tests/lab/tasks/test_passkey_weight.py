@@ -74,12 +74,11 @@ def test_interrupted_tasks_resume(folders: dict[str, Path], tmp_path: Path) -> N
     lines = (tmp_path / "results.jsonl").read_text()
     assert lines.startswith(begun)
     assert len(lines.splitlines()) == 1 + 6
-    for one in summary.weights:
+    for one in summary.rows:
         mine = [json.loads(line) for line in lines.splitlines()[1:]]
-        values = [line["weights"][one.layer][one.head] for line in mine if line["length"] == one.length]
-        assert one.texts == len(values) == 3
-        assert one.weight == pytest.approx(sum(values) / 3)
-        assert one.interval is not None
-        assert one.interval.low <= one.weight <= one.interval.high
+        values = [line["weights"][one["layer"]][one["head"]] for line in mine if line["length"] == one["length"]]
+        assert one["texts"] == len(values) == 3
+        assert one["weight"] == pytest.approx(sum(values) / 3)
+        assert one["low"] <= one["weight"] <= one["high"]
     assert evaluate(subject, asked(), tmp_path) == summary
     assert (tmp_path / "results.jsonl").read_text() == lines

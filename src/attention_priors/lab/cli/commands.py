@@ -410,7 +410,7 @@ def evaluate(
         results = reports.evaluation_results(summary, Path(model).name)
         tables = reports.evaluation_tables(results)
         write_bytes(output / "table.md", "\n".join(table.markdown() for table in tables).encode())
-        totals = [{"model": subject.name} | row for row in summary.totals()]
+        totals = [{"model": subject.name} | row for row in summary.totals]
         write_json(output / "summary.json", with_nulls(totals))
         reports.write_evaluation_figures(summary, results, output / "figures")
     for table in tables:

@@ -3,32 +3,14 @@
 from attention_priors.lab.evaluate.evaluate import Observer, check_plan, evaluate
 from attention_priors.lab.evaluate.records import Records
 from attention_priors.lab.evaluate.settings import EvaluationSettings
-from attention_priors.lab.evaluate.summary import (
-    Accuracy,
-    AtDepth,
-    AtPosition,
-    Completion,
-    Continuation,
-    Duration,
-    HeadWeight,
-    Loss,
-    Summary,
-    summarize,
-)
+from attention_priors.lab.evaluate.summary import Continuation, Summary, summarize
 from attention_priors.lab.tasks import TASKS, EvaluationPlan, Subject
 
 __all__ = [
     "TASKS",
-    "Accuracy",
-    "AtDepth",
-    "AtPosition",
-    "Completion",
     "Continuation",
-    "Duration",
     "EvaluationPlan",
     "EvaluationSettings",
-    "HeadWeight",
-    "Loss",
     "Observer",
     "Records",
     "Subject",

@@ -41,7 +41,7 @@ def main() -> None:
             load_model(source, torch.bfloat16).save_pretrained(rounded)
             AutoTokenizer.from_pretrained(source).save_pretrained(rounded)
             subject = Subject.load(rounded, dtype="bfloat16", device="cpu")
-            share = evaluate(subject, plan, Path(scratch) / "records").accuracies[0].mean
+            share = evaluate(subject, plan, Path(scratch) / "records").totals[0]["mean"]
             print(f"{name}: {share:.0%} of pass keys at {TRAINED} tokens, in bfloat16")
             if share < ENOUGH:
                 raise SystemExit(f"{source} retrieves {share:.0%}, expected {ENOUGH:.0%} or more: try another seed")

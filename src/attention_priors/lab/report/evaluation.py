@@ -45,7 +45,7 @@ def evaluation_results(summary: Summary, model: str) -> Results:
     """
     recipe = {"name": model, "tokenizer": NUCLEOTIDES if summary.of_bases else None}
     own = {"scheme": model, "seed": 0, "plan": ""}
-    rows = [own | row for row in summary.rows()]
+    rows = [own | row for row in summary.rows]
     study = {"row": "study", "format": FORMAT, "recipe": recipe}
     return Results.of([study, {"row": "scheme", "scheme": model}, *rows])
 
@@ -148,8 +148,8 @@ def _figures(summary: Summary, results: Results) -> Iterator[tuple[str, Figure |
     lines = rows.length.map(lambda length: f"{counts[length]} of {length:.0f} tokens")
     draw = partial(curves.draw_losses, measure=loss_measure(results))
     yield "perplexity_by_position", _by_line(rows, lines, draw)
-    if summary.completions:
-        yield "genome_completion", genome_completion(summary.completions[-1].pieces[0])
+    if summary.pieces:
+        yield "genome_completion", genome_completion(summary.pieces[max(summary.pieces)][0])
 
 
 def _by_line(rows: Frame, lines: Any, draw: Callable[[Frame], layout.Draw]) -> Figure | None:

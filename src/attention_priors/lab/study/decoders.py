@@ -226,7 +226,7 @@ class DecoderStudy:
                         progress("evaluate", round(100 * (index + share)), 100 * len(left))
 
                     found = evaluate(subject, asked, folder, chunk=evaluation.chunk, observer=Observer(on_work=on_work))
-                    rows = [{"row": row["row"], "plan": name} | row for row in found.rows()]
+                    rows = [{"row": row["row"], "plan": name} | row for row in found.rows]
                     entry = {"name": name, "plan": asked.question, "texts": found.texts, "rows": rows}
                     entry |= {"seconds": round(clock.seconds, 1)} | environment()
                     write_json(folder / "measured.json", with_nulls([*read_measured(folder), entry]))

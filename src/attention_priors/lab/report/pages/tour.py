@@ -34,7 +34,7 @@ def tour_results(summaries: Mapping[str, Summary], trained: int) -> Results:
     """
     study = {"row": "study", "format": FORMAT, "recipe": {"name": "Tour", "training": {"context_length": trained}}}
     schemes = [{"row": "scheme", "scheme": scheme} for scheme in summaries]
-    rows = [{"scheme": scheme, "seed": 0} | row for scheme, summary in summaries.items() for row in summary.rows()]
+    rows = [{"scheme": scheme, "seed": 0} | row for scheme, summary in summaries.items() for row in summary.rows]
     return Results.of([study, *schemes, *rows])
 
 
