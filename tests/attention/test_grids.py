@@ -179,10 +179,7 @@ def test_grids_are_recognised(positions: Tensor, raster: Raster | None) -> None:
 
 def test_a_table_has_one_number_per_distance() -> None:
     positions = grid_positions(64, 48, outside=1)
-    geometry = make_geometry(
-        batch=1, heads=1, num_queries=len(positions), num_keys=len(positions), device=torch.device("cpu"), causal=False,
-        query_positions=positions, key_positions=positions, document_ids=None, key_padding_mask=None, attn_mask=None,
-    )  # fmt: skip
+    geometry = make_geometry((1, 1, len(positions), len(positions)), torch.device("cpu"), False, positions, positions)
     grids = Grids.of(geometry)
     assert grids is not None
     distances = grids.distances(geometry)

@@ -168,9 +168,9 @@ def test_skipped_blocks_are_not_visited(device: str) -> None:
         of_device = kept.to(device)
         read = operator.read_inputs
 
-        def read_and_leave_out(*inputs: Any) -> operator.OperatorInputs:
+        def read_and_leave_out(*inputs: Any) -> tuple[Any, ...]:
             content, problem = read(*inputs)
-            return operator.OperatorInputs(content, replace(problem, kept=of_device))
+            return content, replace(problem, kept=of_device)
 
         with (
             configured(configuration, slot),

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -65,7 +66,7 @@ def nobody_watches(like: Tensor, learning: bool = False) -> bool:
     )
 
 
-def one_by_one(operator: Any, info: Any, in_dims: tuple[int | None, ...], inputs: tuple[Any, ...]) -> Any:
+def one_by_one(operator: Any, info: Any, in_dims: tuple[int | None, ...], *inputs: Any) -> Any:
     """Run an operator once for each entry of the mapped dimension."""
     results = [
         operator(
@@ -117,11 +118,6 @@ def count_visible_keys(geometry: Geometry, like: Tensor) -> Tensor:
     return _visible_keys(like.detach(), *sizes, *geometry_arguments(geometry))
 
 
-@_visible_keys.register_vmap
-def _(info: Any, in_dims: tuple[int | None, ...], *inputs: Any) -> Any:
-    return one_by_one(_visible_keys, info, in_dims, inputs)
-
-
 # ---- attention in tiles
 
 PROBLEM = (
@@ -136,13 +132,6 @@ selects Triton's kernels instead of tiles."""
 _PARAMETERS = tuple(parameter.split()[-1] for parameter in PROBLEM.split(", "))
 _LEARNED = (0, 1, 2, 4, 5, 6, 12, 13, 14, 15)
 """Indices of parameters with gradients: query, key, value, table, key bias, row scale, four parts of a network."""
-
-
-class OperatorInputs(NamedTuple):
-    """Inputs of an operator, assembled from the parameters in ``PROBLEM``."""
-
-    content: Content
-    problem: BlockProblem
 
 
 def read_inputs(
@@ -163,7 +152,7 @@ def read_inputs(
     hidden: Tensor | None,
     outer: Tensor | None,
     *rest: Any,
-) -> OperatorInputs:
+) -> tuple[Content, BlockProblem]:
     """Assemble the arguments for the parameters in ``PROBLEM``."""
     batch, heads, num_queries, _ = query.shape
     *arguments, kept, _ = rest
@@ -189,7 +178,7 @@ def read_inputs(
         dtype=compute_dtype_of(query),
         kept=kept,
     )
-    return OperatorInputs(content, problem)
+    return content, problem
 
 
 def _check_range(geometry: Geometry, highest: int, number: int) -> None:
@@ -351,10 +340,7 @@ class _Eager(torch.autograd.Function):
         _save(ctx, inputs, output)
         return output
 
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return _differentiate(ctx, *grads)
-
+    backward = staticmethod(_differentiate)
     jvp = staticmethod(refuse_forward_mode)
 
 
@@ -368,11 +354,8 @@ class _Transformable(torch.autograd.Function):
         return block_attention(*inputs)
 
     setup_context = staticmethod(_save)
+    backward = staticmethod(_differentiate)
     jvp = staticmethod(refuse_forward_mode)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return _differentiate(ctx, *grads)
 
 
 class _TransformableBackward(torch.autograd.Function):
@@ -403,12 +386,12 @@ def attend_in_tiles(*inputs: Any) -> tuple[Tensor, Tensor]:
 def _(info: Any, in_dims: tuple[int | None, ...], *inputs: Any) -> Any:
     """Map over examples as a larger batch, and over tables one by one."""
     if any(dim is not None for dim in in_dims[3:]):
-        return one_by_one(block_attention, info, in_dims, inputs)
+        return one_by_one(block_attention, info, in_dims, *inputs)
     given = dict(zip(_PARAMETERS, inputs, strict=True))
     of_examples = ("key_bias", "row", *_PARAMETERS[-8:-3])
     if given["kept"] is not None or any(given[name] is not None and len(given[name]) > 1 for name in of_examples):
         # These inputs have one entry per example of the batch, which is about to grow.
-        return one_by_one(block_attention, info, in_dims, inputs)
+        return one_by_one(block_attention, info, in_dims, *inputs)
     number, batch = info.batch_size, inputs[0].shape[0 if in_dims[0] != 0 else 1]
     dims = dict(zip(("query", "key", "value"), in_dims[:3], strict=True)) | {"row_scale": None}
     for name, dim in dims.items():
@@ -418,11 +401,6 @@ def _(info: Any, in_dims: tuple[int | None, ...], *inputs: Any) -> Any:
             given[name] = wide.flatten(0, 1)
     results = block_attention(*given.values())
     return tuple(result.unflatten(0, (number, batch)) for result in results), (0, 0)
-
-
-@block_attention_backward.register_vmap
-def _(info: Any, in_dims: tuple[int | None, ...], *inputs: Any) -> Any:
-    return one_by_one(block_attention_backward, info, in_dims, inputs)
 
 
 # ---- pruning
@@ -444,11 +422,6 @@ def _(tolerance: float, balls: Tensor | None, reach: Tensor | None, query: Tenso
     return query.new_empty((*query.shape[:2], *blocks_of), dtype=torch.bool)
 
 
-@_kept_blocks.register_vmap
-def _(info: Any, in_dims: tuple[int | None, ...], *inputs: Any) -> Any:
-    return one_by_one(_kept_blocks, info, in_dims, inputs)
-
-
 def choose_kept_blocks(tolerance: float, balls: Balls | None, *inputs: Any) -> Tensor:
     """Return which blocks of keys each block of queries looks at, without gradient, for the arguments of ``PROBLEM``.
 
@@ -458,6 +431,9 @@ def choose_kept_blocks(tolerance: float, balls: Balls | None, *inputs: Any) -> T
     detached = (x.detach() if isinstance(x, Tensor) else x for x in inputs)
     return _kept_blocks(tolerance, *parts, *detached)
 
+
+for _operator in (_visible_keys, block_attention_backward, _kept_blocks):
+    _operator.register_vmap(partial(one_by_one, _operator))
 
 for _device in ("cpu", "cuda"):
     # Under autocast, a direct call of the operator computes in float32. attend() itself casts to autocast's dtype. The

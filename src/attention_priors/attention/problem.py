@@ -14,7 +14,7 @@ from attention_priors.attention.geometry import Geometry
 from attention_priors.attention.key_bias import checked_key_bias
 from attention_priors.attention.logit_scale import SSMax
 from attention_priors.attention.null_key import NullKey, checked_null_logit
-from attention_priors.attention.operator import count_visible_keys
+from attention_priors.attention.operator import count_visible_keys, geometry_from
 from attention_priors.attention.pruning.bounds import KeyBounds
 from attention_priors.checks import check_share
 from attention_priors.encodings import ShawVectors
@@ -157,19 +157,8 @@ def make_problem(
         _check_key_bounds(key_bounds, key)
     scale = head_dim**-0.5 if softmax_scale is None else check_softmax_scale(softmax_scale)
 
-    geometry = make_geometry(
-        batch=batch,
-        heads=heads,
-        num_queries=num_queries,
-        num_keys=num_keys,
-        device=query.device,
-        causal=causal,
-        query_positions=query_positions,
-        key_positions=key_positions,
-        document_ids=document_ids,
-        key_padding_mask=key_padding_mask,
-        attn_mask=attn_mask,
-    )
+    sizes, given = (batch, heads, num_queries, num_keys), (query_positions, key_positions, document_ids)
+    geometry = make_geometry(sizes, query.device, causal, *given, key_padding_mask, attn_mask)
     row_scale = None
     if visible_keys is not None:
         visible_keys = check_visible_keys(visible_keys, logit_scale, heads, num_queries).to(query.device)
@@ -223,32 +212,28 @@ def check_visible_keys(visible_keys: Tensor, logit_scale: SSMax | None, heads: i
 
 
 def make_geometry(
-    *,
-    batch: int,
-    heads: int,
-    num_queries: int,
-    num_keys: int,
+    sizes: tuple[int, int, int, int],
     device: torch.device,
     causal: bool,
-    query_positions: Tensor | None,
-    key_positions: Tensor | None,
-    document_ids: Tensor | None,
-    key_padding_mask: Tensor | None,
-    attn_mask: Tensor | None,
+    query_positions: Tensor | None = None,
+    key_positions: Tensor | None = None,
+    document_ids: Tensor | None = None,
+    key_padding_mask: Tensor | None = None,
+    attn_mask: Tensor | None = None,
 ) -> Geometry:
-    """Check positions and masks against the sizes and build the geometry.
+    """Check positions and masks against the sizes (batch, heads, queries, keys) and build the geometry.
 
     Raises:
         ValueError: an argument is invalid. The message names the argument, its shape or value, and the expected one.
     """
+    batch, _, num_queries, num_keys = sizes
     if key_padding_mask is not None:
         _check_shape("key_padding_mask", key_padding_mask, (batch, num_keys))
         if key_padding_mask.dtype != torch.bool:
             raise ValueError(f"key_padding_mask must be boolean (True = ignore), got {key_padding_mask.dtype}")
         key_padding_mask = key_padding_mask.to(device)
     if attn_mask is not None:
-        attn_mask = _check_attn_mask(attn_mask, (batch, heads, num_queries, num_keys)).to(device)
-    query_documents = None
+        attn_mask = _check_attn_mask(attn_mask, sizes).to(device)
     if document_ids is not None:
         _check_shape("document_ids", document_ids, (batch, num_keys))
         check_positions("document_ids", document_ids)
@@ -258,22 +243,10 @@ def make_geometry(
                 f"{num_queries} queries for {num_keys} keys"
             )
         document_ids = document_ids.to(device)
-        query_documents = document_ids[:, num_keys - num_queries :]
-
-    return Geometry(
-        batch=batch,
-        heads=heads,
-        num_queries=num_queries,
-        num_keys=num_keys,
-        device=device,
-        causal=causal,
-        given_query_positions=_check_positions("query_positions", query_positions, batch, num_queries, device),
-        given_key_positions=_check_positions("key_positions", key_positions, batch, num_keys, device),
-        query_documents=query_documents,
-        key_documents=document_ids,
-        key_padding_mask=key_padding_mask,
-        attn_mask=attn_mask,
-    )
+    query_positions = _check_positions("query_positions", query_positions, batch, num_queries, device)
+    key_positions = _check_positions("key_positions", key_positions, batch, num_keys, device)
+    masks = (document_ids, key_padding_mask, attn_mask, causal)
+    return geometry_from(sizes, device, (query_positions, key_positions, *masks))
 
 
 def check_modules(prior: object, logit_scale: object) -> None:

@@ -248,8 +248,12 @@ class Prior(Described, KeepsFloat32):
 
     @torch.no_grad()
     def natural_parameters(self) -> dict[str, Tensor]:
-        """Return the parameters in the units of the literature, each ``(H,)`` or ``(H, ...)``, detached."""
-        return {}
+        """Return the parameters in the units of the literature, each ``(H,)`` or ``(H, ...)``, detached.
+
+        By default, these are the tensors that :attr:`learnable` names.
+        """
+        values = {name: getattr(self, name, None) for name in self.learnable}
+        return {name: value.detach().clone() for name, value in values.items() if isinstance(value, Tensor)}
 
     def present_values(self) -> Mapping[str, Tensor]:
         """Return the natural parameters. A prior made of priors has none here, because its parts print theirs."""

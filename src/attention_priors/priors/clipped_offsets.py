@@ -66,11 +66,6 @@ class ClippedOffsets(Prior):
             else:
                 self.bias.normal_(std=0.02) if self.init == "normal" else self.bias.zero_()
 
-    @torch.no_grad()
-    def natural_parameters(self) -> dict[str, Tensor]:
-        """Return ``bias`` in nats, ``(H, 2 max_offset + 1)``."""
-        return {"bias": self.bias.clone()}
-
     def log_prior_at(self, distance: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
         """Return ``K`` at each distance ``d = i - j``, ``(H, *distance.shape)``."""
         offset = (-distance).clamp(-self.max_offset, self.max_offset) + self.max_offset

@@ -194,12 +194,7 @@ class GeneralizedGaussian(Prior):
     @torch.no_grad()
     def natural_parameters(self) -> dict[str, Tensor]:
         """Return ``alpha`` and ``mu`` (tokens), ``beta``, and ``theta_alpha``, which is defined where α is not."""
-        return {
-            "alpha": self.alpha,
-            "beta": self.beta.clone(),  # without keep_sign, the parameter itself
-            "mu": self.mu,
-            "theta_alpha": self.theta_alpha.clone(),
-        }
+        return super().natural_parameters() | {"theta_alpha": self.theta_alpha.detach().clone()}
 
     def log_prior_at(self, distance: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
         """Return ``K`` at each distance ``d = i - j``, ``(H, *distance.shape)``."""

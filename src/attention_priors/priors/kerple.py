@@ -89,11 +89,6 @@ class Kerple(Prior):
         """Rate or exponent ``r2``, ``(H,)``."""
         return self.theta_r2.exp() if self.form == "logarithmic" else 2 * self.theta_r2.sigmoid()
 
-    @torch.no_grad()
-    def natural_parameters(self) -> dict[str, Tensor]:
-        """Return ``r1`` (nats) and ``r2`` (per token, or an exponent)."""
-        return {"r1": self.r1, "r2": self.r2}
-
     def log_prior_at(self, distance: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
         """Return ``K`` at each distance ``d = i - j``, ``(H, *distance.shape)``."""
         apart, most = distance.abs().double(), math.log(-LOG_PRIOR_FLOOR)

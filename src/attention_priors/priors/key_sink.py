@@ -121,11 +121,6 @@ class KeySink(Prior):
             if isinstance(layer, nn.Linear):
                 layer.reset_parameters()
 
-    @torch.no_grad()
-    def natural_parameters(self) -> dict[str, Tensor]:
-        """Return ``slope`` (nats per token), ``gain`` and ``bump`` (nats)."""
-        return {"slope": self.slope.clone(), "gain": self.gain.clone(), "bump": self.bump.clone()}
-
     def _number_of_features(self) -> int:
         return 2 * self.num_frequencies + 2
 
@@ -233,11 +228,6 @@ class KeySink2d(OnGrid, KeySink):
             found += [phase.sin(), phase.cos()]
         sizes = torch.stack([places.row.double() / self.rows, places.column.double() / self.columns], -1)
         return torch.cat([*found, sizes], -1)
-
-    @torch.no_grad()
-    def natural_parameters(self) -> dict[str, Tensor]:
-        """Return ``gain`` and ``bump`` (nats)."""
-        return {"gain": self.gain.clone(), "bump": self.bump.clone()}
 
     def log_prior_of_key(self, key_positions: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
         """Return ``K`` of each key, ``(H, *key_positions.shape)``."""

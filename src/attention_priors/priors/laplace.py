@@ -95,11 +95,6 @@ class Laplace(Prior):
         with torch.no_grad():
             self.log_slope.copy_(slopes.log())
 
-    @torch.no_grad()
-    def natural_parameters(self) -> dict[str, Tensor]:
-        """Return ``slope``, in nats per token."""
-        return {"slope": self.slope}
-
     def log_prior_at(self, distance: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
         """Return ``-m |d|``, ``(H, *distance.shape)``."""
         # In the log domain neither the product nor its gradient can overflow; log 0 = -inf makes d = 0 exact.

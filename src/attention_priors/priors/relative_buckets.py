@@ -88,11 +88,6 @@ class RelativeBuckets(Prior):
             else:
                 self.bias.normal_(std=512**-0.5) if self.init == "normal" else self.bias.zero_()
 
-    @torch.no_grad()
-    def natural_parameters(self) -> dict[str, Tensor]:
-        """Return ``bias`` in nats, ``(H, num_buckets)``."""
-        return {"bias": self.bias.clone()}
-
     def bucket(self, distance: Tensor) -> Tensor:
         """Return the bucket of each distance ``d = i - j``, an integer in ``0..num_buckets - 1``."""
         buckets = self.num_buckets

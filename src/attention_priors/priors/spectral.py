@@ -88,11 +88,6 @@ class Spectral(Prior):
             else:
                 self.alpha.normal_(std=0.02) if self.init == "recency" else self.alpha.zero_()
 
-    @torch.no_grad()
-    def natural_parameters(self) -> dict[str, Tensor]:
-        """Return ``alpha`` and ``beta`` in nats, each ``(H, R)``."""
-        return {"alpha": self.alpha.clone(), "beta": self.beta.clone()}
-
     def _phases(self, positions: Tensor) -> Tensor:
         geometric = angular_frequencies(self.num_frequencies, self.base, positions.device)
         return 2 * math.pi / self.shortest_period * geometric * positions.double().unsqueeze(-1)

@@ -11,7 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from attention_priors.attention.geometry import Geometry, positions_in_documents
+from attention_priors.attention.geometry import positions_in_documents
+from attention_priors.attention.operator import geometry_from
 from attention_priors.attention.problem import Options
 from attention_priors.checks import check_choice, check_positive_integers
 from attention_priors.priors.base import check_positions
@@ -263,17 +264,8 @@ class ShardedSequence:
             # Sort interleaved documents, so that the visible keys of each query are contiguous.
             order = documents.argsort(dim=-1, stable=True)
             documents = documents.gather(1, order)
-            geometry = Geometry(
-                batch=len(documents),
-                heads=1,
-                num_queries=self.length,
-                num_keys=self.length,
-                device=documents.device,
-                causal=causal,
-                query_documents=documents,
-                key_documents=documents,
-                key_padding_mask=padding.gather(1, order),
-            )
+            sizes, masks = (len(documents), 1, self.length, self.length), (documents, padding.gather(1, order), None)
+            geometry = geometry_from(sizes, documents.device, (None, None, *masks, causal))
             counts = torch.empty_like(order).scatter_(1, order, geometry.visible_keys.squeeze(1))
             self._visible_keys[causal] = counts[:, None, self._places[self.rank]].to(self.device)
         return self._visible_keys[causal]

@@ -166,25 +166,11 @@ def _geometry(
     sizes: tuple[int, int, int], device: torch.device, causal: bool, *positions_and_masks: Tensor | None
 ) -> Geometry:
     """Return the geometry, with the batch size of the positions and masks, on one device."""
-    heads, num_queries, num_keys = sizes
-    for name, length in (("num_queries", num_queries), ("num_keys", num_keys)):
+    for name, length in zip(("num_queries", "num_keys"), sizes[1:], strict=True):
         if not isinstance(length, int) or length < 1:
             raise ValueError(f"{name} must be a positive integer, got {length!r}")
     batched = [len(x) for x in positions_and_masks if isinstance(x, Tensor) and x.dim() == 2]
-    query_positions, key_positions, document_ids, key_padding_mask = positions_and_masks
-    return make_geometry(
-        batch=max(batched, default=1),
-        heads=heads,
-        num_queries=num_queries,
-        num_keys=num_keys,
-        device=device,
-        causal=causal,
-        query_positions=query_positions,
-        key_positions=key_positions,
-        document_ids=document_ids,
-        key_padding_mask=key_padding_mask,
-        attn_mask=None,
-    )
+    return make_geometry((max(batched, default=1), *sizes), device, causal, *positions_and_masks)
 
 
 # ---- positions and distances
