@@ -10,7 +10,9 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid, softplus
 
 from attention_priors import Cable, ForgetGate, Laplace, SSMax, attend
-from attention_priors.attention.forget_gate import FORGET_FLOOR, key_bias_from_config, last_of_documents
+from attention_priors.attention.forget_gate import FORGET_FLOOR, KEY_BIASES, last_of_documents
+from attention_priors.config import build
+from attention_priors.models import PriorDecoderConfig
 
 HEADS, WIDTH = 2, 6
 
@@ -119,13 +121,12 @@ def test_gates_combine_with_prior_and_logit_scale(logit_scale: SSMax | None) -> 
 
 
 def test_configs_round_trip() -> None:
-    gate = key_bias_from_config({"name": "cable", "init": [0.5, 1.0]}, HEADS, WIDTH)
-    assert isinstance(gate, Cable)
+    gate = Cable(HEADS, WIDTH, init=[0.5, 1.0])
     assert gate.to_config() == {"name": "cable", "num_heads": HEADS, "width": WIDTH, "init": [0.5, 1.0]}
     assert gate.bias.tolist() == [0.5, 1.0]
-    assert key_bias_from_config(None, HEADS, WIDTH) is None
+    assert build("key bias", KEY_BIASES, gate.to_config()).to_config() == gate.to_config()
     with pytest.raises(ValueError, match="unknown key bias 'gate'; expected one of forget_gate, cable"):
-        key_bias_from_config("gate", HEADS, WIDTH)
+        PriorDecoderConfig(key_bias="gate")
 
 
 @pytest.mark.parametrize("init", [float("nan"), [1.0], "fast", [0.0, None]])

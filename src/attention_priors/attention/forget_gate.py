@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear, logsigmoid, softplus
 
 from attention_priors.checks import check_positive_integers
-from attention_priors.config import Described, build
+from attention_priors.config import Described
 from attention_priors.precision import compute_dtype_of
 
 FORGET_FLOOR = -1e4
@@ -112,15 +110,6 @@ class Cable(ForgetGate):
 
 KEY_BIASES: dict[str, type[ForgetGate]] = {cls.name: cls for cls in (ForgetGate, Cable)}
 """Modules that compute a ``key_bias`` from hidden states, by name."""
-
-
-def key_bias_from_config(config: Mapping[str, Any] | str | None, num_heads: int, width: int) -> ForgetGate | None:
-    """Build a gate from its config. None gives None.
-
-    Raises:
-        ValueError: the name or an argument is unknown. The message lists the known ones.
-    """
-    return None if config is None else build("key bias", KEY_BIASES, config, num_heads=num_heads, width=width)
 
 
 def last_of_documents(biases: Tensor, documents: Tensor, new: Tensor) -> Tensor:

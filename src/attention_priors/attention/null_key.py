@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from attention_priors.checks import check_booleans, check_positive_integers
-from attention_priors.config import Described, build
+from attention_priors.config import Described
 from attention_priors.precision import KeepsFloat32, can_be_read
 
 
@@ -51,15 +51,6 @@ class NullKey(Described, KeepsFloat32):
     def present_values(self) -> Mapping[str, Tensor]:
         """Return ``s``, one number per head."""
         return {"s": self.logit.detach()}
-
-
-def null_key_from_config(config: Mapping[str, Any] | str | None, num_heads: int) -> NullKey | None:
-    """Build a null key from its config. None gives None.
-
-    Raises:
-        ValueError: the name or an argument is unknown. The message lists the known ones.
-    """
-    return None if config is None else build("null logit", {NullKey.name: NullKey}, config, num_heads=num_heads)
 
 
 def apply_null(out: Tensor, lse: Tensor, null_logit: NullKey | Tensor) -> Tensor:

@@ -293,8 +293,8 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
     ctx.others = [None if isinstance(x, Tensor) else (x,) for x in inputs]
 
 
-def _differentiate(ctx: Any, out_grad: Tensor | None, lse_grad: Tensor | None) -> tuple[Tensor | None, ...]:
-    out, lse, *tensors = ctx.saved_tensors
+def _differentiate(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+    (out_grad, lse_grad), (out, lse, *tensors) = grads, ctx.saved_tensors
     out_grad = torch.zeros_like(out) if out_grad is None else out_grad
     remaining = iter(tensors)
     inputs = [next(remaining) if other is None else other[0] for other in ctx.others]

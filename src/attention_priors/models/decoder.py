@@ -32,9 +32,9 @@ from transformers.utils.output_capturing import capture_outputs
 
 from attention_priors.attention import ForgetGate, NullKey, ShardedSequence, attend, attend_across
 from attention_priors.attention.attend import attend_with_weights
-from attention_priors.attention.forget_gate import key_bias_from_config, last_of_documents
-from attention_priors.attention.null_key import null_key_from_config
+from attention_priors.attention.forget_gate import KEY_BIASES, last_of_documents
 from attention_priors.checks import check_booleans, check_positive_integers, check_share
+from attention_priors.config import build
 from attention_priors.encodings import AdditiveEncoding, Encoding, Rotary, ShawVectors, encoding_from_config
 from attention_priors.models.layer_kinds import check_layer_kinds, kind_of_layer
 from attention_priors.models.masks import Keys, keys_of_call
@@ -190,11 +190,13 @@ class PriorDecoderConfig(PriorConfig):
 
     def make_null_logit(self) -> NullKey | None:
         """Build the null key from its description."""
-        return null_key_from_config(self.null_logit, self.num_attention_heads)
+        given, known = self.null_logit, {NullKey.name: NullKey}
+        return None if given is None else build("null logit", known, given, num_heads=self.num_attention_heads)
 
     def make_key_bias(self) -> ForgetGate | None:
         """Build the gate from its description."""
-        return key_bias_from_config(self.key_bias, self.num_attention_heads, self.hidden_size)
+        sizes: dict[str, Any] = {"num_heads": self.num_attention_heads, "width": self.hidden_size}
+        return None if self.key_bias is None else build("key bias", KEY_BIASES, self.key_bias, **sizes)
 
 
 class DecoderAttention(nn.Module):
@@ -347,21 +349,10 @@ class DecoderLayer(GradientCheckpointingLayer):
         positions: Tensor,
         keys: Keys | ShardedSequence,
         last: slice,
-        *,
-        shared_prior: Prior | None = None,
-        cache: Cache | None = None,
-        output_attentions: bool = False,
+        **options: Any,
     ) -> Tensor:
-        """Return the hidden states ``(B, Lq, hidden_size)`` of the tokens in ``last``."""
-        attended, _ = self.self_attn(
-            self.input_layernorm(hidden),
-            positions,
-            keys,
-            last,
-            shared_prior=shared_prior,
-            cache=cache,
-            output_attentions=output_attentions,
-        )
+        """Return the hidden states ``(B, Lq, hidden_size)`` of the tokens in ``last``; options as for the attention."""
+        attended, _ = self.self_attn(self.input_layernorm(hidden), positions, keys, last, **options)
         hidden = hidden[:, last] + attended
         return hidden + self.mlp(self.post_attention_layernorm(hidden))
 

@@ -22,8 +22,9 @@ from attention_priors.attention.geometry import positions_in_documents
 from attention_priors.checks import check_positive_integers, check_share
 from attention_priors.encodings import AdditiveEncoding, Encoding, Rotary, encoding_from_config
 from attention_priors.models.decoder import SwiGLU
+from attention_priors.models.masks import is_absolute
 from attention_priors.models.pretrained import PriorConfig, PriorPreTrainedModel, beside, embedded, refuse_unknown
-from attention_priors.priors import Prior, Structure, at_spacing
+from attention_priors.priors import Prior, at_spacing
 from attention_priors.priors.base import check_over_line, check_positions
 
 
@@ -274,10 +275,7 @@ class PriorEncoderModel(PriorEncoderPreTrainedModel):
         self.stack = EncoderStack(config, config.make_encoding if isinstance(encoding, Rotary) else None)
         with torch.device("meta"):
             prior = config.make_prior()
-        terms = () if prior is None else prior.terms()
-        self._is_absolute = self.encoding is not None or any(
-            Structure.STATIONARY not in term.structure for term in terms
-        )
+        self._is_absolute = self.encoding is not None or is_absolute(prior)
         """Whether the result depends on absolute positions, and not only on distances."""
         self.gradient_checkpointing = False
         self.post_init()

@@ -190,7 +190,6 @@ class PriorAttention(nn.Module):
             "document_ids": document_ids,
             "key_padding_mask": key_padding_mask,
             "attn_mask": attn_mask,
-            "relative": None,
             "dropout_p": self.dropout if self.training else 0.0,
             "key_bias": key_bias,
             "null_logit": torch.zeros(self.num_heads, device=q.device) if self.add_zero_attn else self.null_key,

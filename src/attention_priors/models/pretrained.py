@@ -43,11 +43,6 @@ class PriorPreTrainedModel(PreTrainedModel):
     """Base class of transformers models whose attention is computed by :func:`attend`."""
 
     supports_gradient_checkpointing = True
-    # attend() chooses its own kernels; there is no attn_implementation to choose.
-    _supports_sdpa = False
-    _supports_flash_attn = False
-    _supports_flex_attn = False
-    _supports_attention_backend = False
     _supports_context_parallel = False  # it shards the inputs of PyTorch's SDPA, which has no priors
     # Half precision cannot represent positions beyond a few hundred exactly.
     _keep_in_fp32_modules_strict = ["prior", "logit_scale", "null_logit"]  # noqa: RUF012

@@ -46,8 +46,9 @@ class Axial(OnGrid):
 
     def __init__(self, num_heads: int, rows: Description, columns: Description | None = None) -> None:
         super().__init__(num_heads)
-        self.over_rows = _axis("rows", rows, num_heads)
-        self.over_columns = _axis("columns", self.over_rows.to_config() if columns is None else columns, num_heads)
+        self.over_rows = _part("rows", rows, num_heads, Axial.axes)
+        columns = self.over_rows.to_config() if columns is None else columns
+        self.over_columns = _part("columns", columns, num_heads, Axial.axes)
         if all(Structure.FACTORED in part.structure for part in (self.over_rows, self.over_columns)):
             self.structure = Structure.STATIONARY | Structure.FACTORED
 
@@ -210,10 +211,6 @@ class Radial(OnGrid):
     def natural_parameters(self) -> dict[str, Tensor]:
         """Return the parameters of the prior over distance."""
         return self.over_distance.natural_parameters()
-
-
-def _axis(name: str, given: Description, num_heads: int) -> Prior:
-    return _part(name, given, num_heads, Axial.axes)
 
 
 def _part(name: str, given: Description, num_heads: int, allowed: Mapping[str, type[Prior]]) -> Prior:

@@ -219,7 +219,7 @@ class Prior(Described, KeepsFloat32):
         check_positions("query_positions", query_positions)
         check_positions("key_positions", key_positions)
         distance = query_positions.unsqueeze(-1) - key_positions.unsqueeze(-2)
-        bias, visible = None, None
+        bias = None
         for term in self.terms():
             if Structure.STATIONARY in term.structure:
                 part = checked_log_prior(term, distance, torch.float64).movedim(0, -3)
@@ -231,11 +231,8 @@ class Prior(Described, KeepsFloat32):
                 lanes = checked_lanes(term, query_positions, key_positions, torch.float64)
                 part = lanes.query @ lanes.key.unsqueeze(-3).mT
             bias = part if bias is None else bias + part
-            seen = term.visible_at(distance)
-            if seen is not None:
-                visible = seen if visible is None else visible & seen
         assert bias is not None
-        return bias.expand(*distance.shape[:-2], -1, *distance.shape[-2:]).to(dtype), visible
+        return bias.expand(*distance.shape[:-2], -1, *distance.shape[-2:]).to(dtype), self.visible_at(distance)
 
     # ---- parameters
 

@@ -23,9 +23,6 @@ class Uniform(Prior):
     over_grid = None
     structure = Structure.STATIONARY | Structure.FACTORED
 
-    def __init__(self, num_heads: int) -> None:
-        super().__init__(num_heads)
-
     def log_prior_at(self, distance: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
         """Return zeros, ``(H, *distance.shape)``."""
         return torch.zeros(self.num_heads, *distance.shape, dtype=dtype, device=distance.device)

@@ -61,9 +61,7 @@ def test_rows_match_an_evaluation_of_the_model(asked: Any, tiny: Any, plans: dic
         found = evaluate(subject, EvaluationPlan.model_validate(plans[name]), tmp_path / name, chunk=64)
         for kind in ("retrieval", "perplexity"):
             own = of_kind(read_rows(folder), kind, scheme="ALiBi", plan=name)
-            expected = [
-                row | {"scheme": "ALiBi", "seed": 3, "plan": name} for row in found.rows() if row["row"] == kind
-            ]
+            expected = [row | {"scheme": "ALiBi", "seed": 3, "plan": name} for row in found.rows if row["row"] == kind]
             assert len(own) == len(expected)
             for one, other in zip(own, expected, strict=True):
                 assert one == {key: approximate(value) for key, value in other.items()}

@@ -251,39 +251,22 @@ def attend_plain(
 
 
 def is_one_on_cpu(query: Tensor) -> bool:
-    """Return whether :func:`logits_of_one` supports the query: one per row of the batch, on the CPU."""
+    """Return whether :func:`_attend_one` supports the query: one per row of the batch, on the CPU."""
     return query.device.type == "cpu" and query.shape[2] == 1 and query.dtype in (torch.float32, torch.float64)
 
 
-def logits_of_one(query: Tensor, key: Tensor, bias: Tensor | None, scale: float) -> Tensor:
-    """Return the logits of one query per row of the batch, ``(B * Hkv, H / Hkv, Lk)``, reading each key once.
-
-    Args:
-        query: ``(B, H, 1, D)``.
-        key: ``(B, Hkv, Lk, D)``.
-        bias: expands to ``(B, H, 1, Lk)``; None for no bias.
-        scale: factor of the content.
-    """
-    batch, heads, _, width = query.shape
-    kv_heads, number = key.shape[1:3]
-    # Query heads that share a key head are rows of one product.
-    query = query.reshape(batch * kv_heads, heads // kv_heads, width)
-    key = key.reshape(batch * kv_heads, number, width)
-    if bias is None:
-        return torch.bmm(query, key.mT).mul_(scale)
-    bias = bias.expand(batch, heads, 1, number).reshape(*query.shape[:2], number).to(query.dtype)
-    return torch.baddbmm(bias, query, key.mT, alpha=scale)
-
-
-def mean_of_one(weights: Tensor, value: Tensor) -> Tensor:
-    """Return the output ``(B, H, 1, Dv)`` for the weights of one query, reading each value once."""
-    batch, kv_heads, number, width = value.shape
-    return torch.bmm(weights, value.reshape(batch * kv_heads, number, width)).view(batch, -1, 1, width)
-
-
 def _attend_one(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
-    logits = logits_of_one(query, key, bias, scale)
+    """Attend with one query per row of the batch, reading each key and value once."""
+    (batch, heads, _, width), (kv_heads, number) = query.shape, key.shape[1:3]
+    # Query heads that share a key head are rows of one product.
+    rows = query.reshape(batch * kv_heads, heads // kv_heads, width)
+    key, value = (x.reshape(batch * kv_heads, number, x.shape[-1]) for x in (key, value))
+    if bias is None:
+        logits = torch.bmm(rows, key.mT).mul_(scale)
+    else:
+        bias = bias.expand(batch, heads, 1, number).reshape(*rows.shape[:2], number).to(query.dtype)
+        logits = torch.baddbmm(bias, rows, key.mT, alpha=scale)
     weights = logits.softmax(-1)
     # The largest weight is exp(highest - lse). A separate exponential would be slow where it underflows.
     lse = logits.amax(-1) - weights.amax(-1).log()
-    return mean_of_one(weights, value), lse.view(query.shape[:-1])
+    return torch.bmm(weights, value).view(*query.shape[:-1], -1), lse.view(query.shape[:-1])
