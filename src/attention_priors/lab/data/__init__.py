@@ -6,15 +6,12 @@ from attention_priors.lab.data.genomes import (
     NUCLEOTIDES,
     FastaError,
     FastaFile,
-    FastaSummary,
     is_nucleotide_tokenizer,
     nucleotide_tokenizer,
 )
 from attention_priors.lab.data.packing import (
     IGNORED_LABEL,
     RetrievalShare,
-    RetrievalText,
-    RetrievalTexts,
     TrainingMixture,
     collate_rows,
 )
@@ -36,10 +33,7 @@ __all__ = [
     "Document",
     "FastaError",
     "FastaFile",
-    "FastaSummary",
     "RetrievalShare",
-    "RetrievalText",
-    "RetrievalTexts",
     "TokenStream",
     "TrainingMixture",
     "collate_rows",

@@ -1,20 +1,17 @@
 """Inspect models: content and position in attention, learned priors of each head, attention sinks."""
 
-from attention_priors.hf.observe import LayerAttention, observed_attention
+from attention_priors.hf.observe import observed_attention
 from attention_priors.lab.inspect.additive import (
-    AdditiveLogits,
-    LinearAudit,
     Projected,
     additive_logits,
     first_layer_linear_audit,
     first_layer_logits,
     linear_audit,
 )
-from attention_priors.lab.inspect.inspection import HeadAccount, InspectionPlan, head_accounts, inspect_model
-from attention_priors.lab.inspect.load import Inspected, check_same_model, load_inspected, text_to_read
+from attention_priors.lab.inspect.inspection import InspectionPlan, head_accounts, inspect_model
+from attention_priors.lab.inspect.load import check_same_model, load_inspected, text_to_read
 from attention_priors.lab.inspect.posterior import (
     AttentionLogits,
-    Decomposition,
     attention_logits,
     decompose,
     decompose_attention,
@@ -24,12 +21,6 @@ from attention_priors.lab.inspect.posterior import (
     transport_plan,
 )
 from attention_priors.lab.inspect.priors import (
-    LogitScaleRow,
-    PriorMassRow,
-    PriorReachRow,
-    PriorRow,
-    PriorTermRow,
-    Role,
     curve_distances,
     effective_reach,
     head_roles,
@@ -41,8 +32,6 @@ from attention_priors.lab.inspect.priors import (
     window_for,
 )
 from attention_priors.lab.inspect.sinks import (
-    Margin,
-    SinkMassRow,
     collapse_bounds,
     content_range,
     context_sensitivity,
@@ -53,23 +42,9 @@ from attention_priors.lab.inspect.sinks import (
 )
 
 __all__ = [
-    "AdditiveLogits",
     "AttentionLogits",
-    "Decomposition",
-    "HeadAccount",
-    "Inspected",
     "InspectionPlan",
-    "LayerAttention",
-    "LinearAudit",
-    "LogitScaleRow",
-    "Margin",
-    "PriorMassRow",
-    "PriorReachRow",
-    "PriorRow",
-    "PriorTermRow",
     "Projected",
-    "Role",
-    "SinkMassRow",
     "additive_logits",
     "attention_logits",
     "check_same_model",

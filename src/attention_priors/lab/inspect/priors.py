@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, Literal, TypedDict, cast
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -241,28 +241,8 @@ def head_roles(prior: Prior, length: int, *, logit_scale: SSMax | None = None) -
 
 # ---- rows of a model's heads
 
-
-class PriorRow(TypedDict):
-    """Prior of one head."""
-
-    layer: int
-    head: int
-    prior: str
-    """Catalogue name of the prior; ``a + b`` for sums."""
-    parameters: dict[str, float | None]
-    """Natural parameters with one number per head; None where undefined, and for heads without a prior."""
-    distance: list[int]
-    """Tokens between query and key."""
-    log_prior: list[float | None]
-    """Learned ``K``, in nats, without any logit scale. None where the prior hides the key."""
-
-
-class LogitScaleRow(TypedDict):
-    """SSMax scale of one head."""
-
-    layer: int
-    head: int
-    s: float
+Row = dict[str, Any]
+"""Row of :mod:`attention_priors.lab.results` without scheme, seed and kind. docs/result-rows.md explains the fields."""
 
 
 def curve_distances(length: int, every: int = 16) -> list[int]:
@@ -275,7 +255,7 @@ def curve_distances(length: int, every: int = 16) -> list[int]:
 
 
 @torch.no_grad()
-def prior_rows(layers: list[nn.Module], *, length: int) -> list[PriorRow]:
+def prior_rows(layers: list[nn.Module], *, length: int) -> list[Row]:
     """Return the prior of every head for the last query of a text, before any logit scale.
 
     Args:
@@ -283,24 +263,22 @@ def prior_rows(layers: list[nn.Module], *, length: int) -> list[PriorRow]:
             single layer.
         length: length of the text, in tokens.
     """
-    rows: list[PriorRow] = []
+    rows: list[Row] = []
     for layer, prior in _priors_of(layers):
         distances = torch.tensor(curve_distances(length), device=place_of(prior, None))
         last = torch.full((1,), length - 1, device=distances.device)
         curves = prior.log_prior(last, last - distances, torch.float64)[:, 0]
         name = " + ".join(term.name for term in prior.terms())
         for head, (curve, parameters) in enumerate(zip(with_nulls(curves.tolist()), _parameters(prior), strict=True)):
-            own = PriorRow(
-                layer=layer, head=head, prior=name, parameters=parameters, distance=distances.tolist(), log_prior=curve
-            )
-            rows.append(own)
+            about = {"layer": layer, "head": head, "prior": name, "parameters": parameters}
+            rows.append({**about, "distance": distances.tolist(), "log_prior": curve})
     return rows
 
 
 @torch.no_grad()
-def logit_scale_rows(layers: list[nn.Module]) -> list[LogitScaleRow]:
+def logit_scale_rows(layers: list[nn.Module]) -> list[Row]:
     """Return ``s`` of every head with SSMax; ``layers`` as in :func:`prior_rows`."""
-    rows: list[LogitScaleRow] = []
+    rows: list[Row] = []
     for layer, module in enumerate(layers):
         for scale in _logit_scales_of(module):
             some = isinstance(scale, ScaleOnHeads)
@@ -336,57 +314,10 @@ def _parameters(prior: Prior) -> list[dict[str, float | None]]:
     return [{name: own[head] for name, own in values.items()} for head in range(prior.num_heads)]
 
 
-class PriorTermRow(TypedDict):
-    """One term of one head's log-prior."""
-
-    layer: int
-    head: int
-    prior: str
-    """Catalogue name of the term."""
-    over: Literal["distance", "key"]
-    """Argument of the term: the distance between query and key, or the key's position."""
-    places: list[int]
-    """Distances or positions."""
-    log_prior: list[float | None]
-    """Learned log-prior at each place, in nats; None where the term hides the key."""
-    ahead: list[float | None] | None
-    """Log-prior of keys at these distances after the query, which a causal mask hides. None for terms over the key."""
-    scale: list[float] | None
-    """Logit scale ``c`` of the query at each place, which multiplies the prior; None for 1."""
-
-
-class PriorMassRow(TypedDict):
-    """Prior mass of one head on selected keys, mean over the queries with at least three visible keys.
-
-    The mass is ``softmax(c K)`` where a logit scale ``c`` multiplies the prior, and ``softmax(K)`` elsewhere.
-    """
-
-    layer: int
-    head: int
-    first: float
-    """Weight of the first key."""
-    previous: float
-    """Weight of the key directly before the query's own."""
-    itself: float
-    """Weight of the query's own key."""
-    scaled: bool
-    """Whether a logit scale multiplies the prior."""
-
-
-class PriorReachRow(TypedDict):
-    """Reach of one head's prior for several text lengths."""
-
-    layer: int
-    head: int
-    half: dict[str, int]
-    """Distance from the last query that holds half of its prior, as attention applies the prior. Keys are text lengths
-    in tokens, in rising order, as strings, because JSON allows no other keys."""
-
-
 @torch.no_grad()
 def prior_term_rows(
     layers: list[nn.Module], *, length: int, logit_scales: Sequence[SSMax | None] | None = None
-) -> list[PriorTermRow]:
+) -> list[Row]:
     """Return the terms of every head's prior, ``K(d)`` and ``u(j)``, as in GOAT's Figure 1.
 
     A prior that is not a sum counts as its only term. It is included only if it is a table or a series:
@@ -399,7 +330,7 @@ def prior_term_rows(
         logit_scales: logit scale of each layer; by default the scales in ``layers``.
     """
     places = curve_distances(length, EVERY_PLACE)
-    rows: list[Any] = []
+    rows: list[Row] = []
     for layer, prior, scale in _applied(layers, logit_scales):
         terms, nothing = list(prior.terms()), [None] * prior.num_heads
         at = torch.tensor(places, device=place_of(prior, scale))
@@ -423,7 +354,7 @@ def prior_term_rows(
 
 
 @torch.no_grad()
-def prior_mass_rows(layers: list[nn.Module], *, length: int) -> list[PriorMassRow]:
+def prior_mass_rows(layers: list[nn.Module], *, length: int) -> list[Row]:
     """Return the mass that each head's prior, as attention applies it, puts on selected visible keys.
 
     Args:
@@ -435,7 +366,7 @@ def prior_mass_rows(layers: list[nn.Module], *, length: int) -> list[PriorMassRo
     """
     if length < 3:
         raise ValueError(f"length must be at least 3 tokens, got {length}")
-    rows: list[Any] = []
+    rows: list[Row] = []
     for layer, prior, scale in _applied(layers, None):
         keys = torch.arange(length, device=place_of(prior, scale))
         sums = torch.zeros(3, prior.num_heads, dtype=torch.float64, device=keys.device)
@@ -451,7 +382,7 @@ def prior_mass_rows(layers: list[nn.Module], *, length: int) -> list[PriorMassRo
 
 
 @torch.no_grad()
-def prior_reach_rows(layers: list[nn.Module], *, lengths: Iterable[int]) -> list[PriorReachRow]:
+def prior_reach_rows(layers: list[nn.Module], *, lengths: Iterable[int]) -> list[Row]:
     """Return the :func:`effective_reach` of half of every head's prior for several text lengths.
 
     Args:
@@ -462,7 +393,7 @@ def prior_reach_rows(layers: list[nn.Module], *, lengths: Iterable[int]) -> list
         ValueError: a length is not positive, or a prior hides every key.
     """
     sizes = sorted(lengths)
-    rows: list[PriorReachRow] = []
+    rows: list[Row] = []
     for layer, prior, scale in _applied(layers, None):
         found = {size: effective_reach(prior, size, (0.5,), logit_scale=scale)[0].tolist() for size in sizes}
         for head in range(prior.num_heads):

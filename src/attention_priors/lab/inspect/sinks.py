@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypedDict
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,20 +21,6 @@ from attention_priors.encodings import ShawVectors
 from attention_priors.hf.observe import LayerAttention, observed_attention
 from attention_priors.lab.inspect.posterior import AttentionLogits, problem_logits
 from attention_priors.priors import Prior
-
-
-class SinkMassRow(TypedDict):
-    """Sink mass of one head with its content logits multiplied by one factor."""
-
-    layer: int
-    """Index among the layers that compute attention."""
-    head: int
-    factor: float
-    signal: float
-    """Range ``ω`` of the content logits over a query's visible keys, in nats, mean over queries. Includes the logit
-    scale: ``ω`` of ``c · content``."""
-    mass: float
-    """Attention weight of the first token, mean over all queries except the first, which sees only itself."""
 
 
 def sink_mass(
@@ -86,7 +72,9 @@ def sink_mass(
 
 
 @torch.no_grad()
-def sink_mass_rows(model: PreTrainedModel, texts: Sequence[Tensor], *, factors: Sequence[float]) -> list[SinkMassRow]:
+def sink_mass_rows(
+    model: PreTrainedModel, texts: Sequence[Tensor], *, factors: Sequence[float]
+) -> list[dict[str, Any]]:
     """Return :func:`sink_mass` of the first token for every head of a model.
 
     Queries and keys come from an ordinary forward pass. The factor multiplies the content logits of one layer at a
@@ -120,7 +108,7 @@ def sink_mass_rows(model: PreTrainedModel, texts: Sequence[Tensor], *, factors: 
     queries = sum(len(text) - 1 for text in texts)
     means = torch.stack([*totals.values()]) / queries
     return [
-        SinkMassRow(layer=layer, head=head, factor=factor, signal=factor * own[-1], mass=own[place])
+        {"layer": layer, "head": head, "factor": factor, "signal": factor * own[-1], "mass": own[place]}
         for layer, of_layer in enumerate(means.transpose(1, 2).tolist())
         for head, own in enumerate(of_layer)
         for place, factor in enumerate(map(float, factors))

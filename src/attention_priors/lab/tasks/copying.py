@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, NamedTuple, TypedDict
+from typing import Any, NamedTuple
 
 import torch
 from pydantic import ConfigDict
@@ -198,22 +198,6 @@ TOKENS_AT_A_TIME = 16384
 """Number of tokens in a batch of rows."""
 
 
-class CopyingRow(TypedDict):
-    """Mean losses of the tokens of one kind in rows of one length, in nats per token."""
-
-    length: int
-    kind: str
-    """Kind of the tokens: one of :data:`COPY_KINDS`, or ``all``."""
-    nll: float
-    """Loss of the model."""
-    optimal_nll: float
-    """Loss of the true distribution on the same tokens. The difference from ``nll`` varies far less than either
-    loss."""
-    expected_nll: float
-    """Expected loss of the true distribution (:meth:`CopyMixture.optimal_losses`)."""
-    tokens: int
-
-
 def copying_rows(
     model: PreTrainedModel,
     task: CopyMixture,
@@ -221,7 +205,7 @@ def copying_rows(
     *,
     chunk: int,
     on_rows: Callable[[int], None] = lambda count: None,
-) -> list[CopyingRow]:
+) -> list[dict[str, Any]]:
     """Return the loss of every kind of token, and of all tokens, in rows of one length.
 
     The first token of a row has no loss. Kinds without tokens are left out.
@@ -251,7 +235,7 @@ def copying_rows(
         sums.index_add_(0, kinds, values.flatten(0, 1))
         on_rows(start + len(part))
     expected = task.optimal_losses(length)
-    rows: list[CopyingRow] = []
+    rows: list[dict[str, Any]] = []
     for kind, (loss, optimal, count) in zip(
         (*COPY_KINDS, "all"), torch.cat([sums, sums.sum(0, keepdim=True)]).tolist(), strict=True
     ):

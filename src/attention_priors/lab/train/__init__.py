@@ -1,7 +1,7 @@
 """Training recipes, and training runs on transformers' ``Trainer``."""
 
 from attention_priors.lab.train.checkpoints import CheckpointError
-from attention_priors.lab.train.engine import Observer, Trained, Validation, is_first_process, train
+from attention_priors.lab.train.engine import Observer, Trained, is_first_process, train
 from attention_priors.lab.train.extend import continued, default_output, extend, mean_loss
 from attention_priors.lab.train.recipe import (
     AttachSettings,
@@ -43,7 +43,6 @@ __all__ = [
     "TrainRecipe",
     "Trained",
     "TrainingSettings",
-    "Validation",
     "continued",
     "default_output",
     "extend",
