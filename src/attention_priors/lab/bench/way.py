@@ -78,17 +78,12 @@ class Inputs(NamedTuple):
     value: Tensor
 
 
-def make_inputs(case: Case, head_dim: int | None = None) -> Inputs:
-    """Draw the tensors of a case from its seed; they require gradients if the pass has a backward half.
-
-    Args:
-        case: Case to draw for.
-        head_dim: Head dimension; ``case.head_dim`` by default.
-    """
+def make_inputs(case: Case) -> Inputs:
+    """Draw the tensors of a case from its seed; they require gradients if the pass has a backward half."""
     generator = torch.Generator().manual_seed(case.seed)
 
     def draw(length: int) -> Tensor:
-        numbers = torch.randn(case.batch, case.heads, length, head_dim or case.head_dim, generator=generator)
+        numbers = torch.randn(case.batch, case.heads, length, case.head_dim, generator=generator)
         return numbers.to(case.device, case.dtype).requires_grad_(case.backward)
 
     return Inputs(draw(case.num_queries), draw(case.length), draw(case.length))

@@ -184,7 +184,7 @@ def writing(output: Path) -> Iterator[None]:
         yield
 
 
-def prepare_data(recipe: TrainRecipe, output: Path, observer: Observer, *, repair: bool = False) -> Path:
+def prepare_data(recipe: TrainRecipe, output: Path, observer: Observer) -> Path:
     """Prepare a recipe's tokens unless they are prepared already, and return their folder.
 
     Raises:
@@ -198,7 +198,7 @@ def prepare_data(recipe: TrainRecipe, output: Path, observer: Observer, *, repai
         read_manifest(folder)
         return folder
     folder = output / "data"
-    prepare(recipe.preparation(), folder, repair=repair, on_tokens=observer.on_tokens, on_message=observer.on_message)
+    prepare(recipe.preparation(), folder, on_tokens=observer.on_tokens, on_message=observer.on_message)
     return folder
 
 
