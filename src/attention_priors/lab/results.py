@@ -79,7 +79,7 @@ FIELDS = {
 
 DECIMALS = {"log_prior": 3, "log_prior_ahead": 3, "ahead": 3, "scale": 6}
 """Decimals of each field of curves. Their numbers are most of a file, so log-priors are written to a thousandth of a
-nat: a weight then changes by a thousandth of itself at most, times any logit scale."""
+nat: a weight then changes by at most a thousandth of itself for each term of the prior, times any logit scale."""
 
 Row = Mapping[str, Any]
 
