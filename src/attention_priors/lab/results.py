@@ -78,8 +78,8 @@ FIELDS = {
 """Fields of each kind of row, besides ``scheme`` and ``seed``. Fields that a row lacks are missing numbers."""
 
 DECIMALS = {"log_prior": 3, "log_prior_ahead": 3, "ahead": 3, "scale": 6}
-"""Decimals of each field of curves. Their numbers are most of a file, so log-priors are written to a thousandth of a
-nat: a weight then changes by at most a thousandth of itself for each term of the prior, times any logit scale."""
+"""Decimals of each field of curves, whose numbers are most of a file. For log-priors, the unit is a nat: rounding to a
+thousandth changes a weight by a thousandth of itself at most, for each term of the prior and times any logit scale."""
 
 Row = Mapping[str, Any]
 

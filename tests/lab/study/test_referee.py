@@ -16,9 +16,8 @@ from attention_priors.lab.study.recipe import POSITION_FIELDS
 ROOT = Path(__file__).parents[3]
 RECIPE = ROOT / "recipes/results/referee.yaml"
 
-
 OF_PAPERS = {"FoX": 2, "SWAN": 2, "iRoPE": 2}
-"""Number of a scheme's starts that are those of its literature; 1 by default. They come first."""
+"""Number of starts of a scheme that come from its literature, which are its first; 1 for schemes not listed."""
 
 
 def _described(recipe: Recipe, scheme: str) -> tuple[Any, ...]:
