@@ -94,5 +94,15 @@ def test_more_lines_need_larger_differences() -> None:
     assert lines(alone)["pass keys, 512 tokens"] == ("A 90 %", "B 40 %", "–")
 
 
+def test_only_models_of_the_same_training_length_are_compared() -> None:
+    rows = shares({"A": [20, 20, 20], "B": [0, 0, 0], "A → longer": [10, 10, 10], "B → longer": [0, 0, 0]})
+    for scheme in rows.of("scheme"):
+        scheme["context_length"] = 512 if "→" in scheme["scheme"] else 128
+    assert lines(rows) == {
+        "pass keys, 512 tokens, trained at 128": ("A 100 %", "–", "B 0 %"),
+        "pass keys, 512 tokens, trained at 512": ("A → longer 50 %", "–", "B → longer 0 %"),
+    }
+
+
 def test_studies_with_single_seeds_have_no_table() -> None:
     assert not lines(shares({"A": [20], "B": [0]}))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 import numpy as np
@@ -40,8 +40,16 @@ class Measure:
 
 
 def differences(results: Results) -> Table:
-    """Return, for each measure, the best scheme, the schemes level with it, and the worse schemes."""
-    found = [one for one in _measures(results) if len(one.groups) > 1]
+    """Return, for each measure, the best scheme, the schemes level with it, and the worse schemes.
+
+    Only models of the same training length are compared.
+    """
+    found = [
+        replace(one, title=one.title + trained)
+        for trained, models in _by_training(results)
+        for one in _measures(models)
+        if len(one.groups) > 1
+    ]
     lines = [_line(one, 1 - (1 - CONFIDENCE) / len(found)) for one in found]
     header = ["measure", "best", "level with the best", "worse"]
     return Table("differences", wording("differences", measures=len(found)), header, lines, words=4)
@@ -83,6 +91,18 @@ def _line(measure: Measure, confidence: float) -> list[str]:
         needed = apart * math.sqrt((1 / len(groups[best]) + 1 / len(groups[name])) / 2)
         (worse if means[best] - means[name] > needed else level).append(f"{name} {measure.written[name]}")
     return [measure.title, f"{best} {measure.written[best]}", *(listing(part) or ABSENT for part in (level, worse))]
+
+
+def _by_training(results: Results) -> Iterator[tuple[str, Results]]:
+    """Yield the results of each training length, with the words that name it if there are several."""
+    lengths = results.context_lengths
+    if len(lengths) < 2:
+        yield "", results
+        return
+    for length in lengths:
+        names = [name for name in results.names if results.context_length(name) == length]
+        frames = {kind: rows[rows.scheme.isin(names)] for kind, rows in results.frames.items()}
+        yield f", trained at {length}", replace(results, frames=frames)
 
 
 def _measures(results: Results) -> Iterator[Measure]:
