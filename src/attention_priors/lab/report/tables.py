@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -34,14 +34,16 @@ _tenths = "{:.1f}".format
 _thousandths = "{:.3f}".format
 
 
-def tables(results: Results) -> dict[str, Table]:
-    """Return every table of a study by name; tables without data have no lines."""
-    makers = (
-        accuracy, passkey, passkey_by_seed, perplexity, copying, retrieval, answer_tokens, plan_losses, completions,
-        needle_weights, timing, differences, axes, best_trials, extension, head_counts, prior_mass, prior_reach,
-        training, runs,
-    )  # fmt: skip
-    return {table.name: table for table in (make(results) for make in makers)}
+def tables(results: Results, names: Collection[str] | None = None) -> dict[str, Table]:
+    """Return the tables of these names, by default all tables; tables without data have no lines."""
+    makers = {
+        "accuracy": accuracy, "passkey": passkey, "passkey_by_seed": passkey_by_seed, "perplexity": perplexity,
+        "copying": copying, "retrieval": retrieval, "answer_tokens": answer_tokens, "losses": plan_losses,
+        "completions": completions, "needle_weights": needle_weights, "timing": timing, "differences": differences,
+        "axes": axes, "best_trials": best_trials, "extension": extension, "heads": head_counts, "prior_mass": prior_mass,
+        "prior_reach": prior_reach, "training": training, "runs": runs,
+    }  # fmt: skip
+    return {name: make(results) for name, make in makers.items() if names is None or name in names}
 
 
 def write_tables(made: dict[str, Table], folder: Path) -> list[Path]:

@@ -91,9 +91,10 @@ def _refresh(results: Results, page: Path, text: str) -> None:
     """Update the tables and figures of a page, and leave its text unchanged."""
     if len(_MARK.findall(text)) != 2 * len(_TABLE.findall(text)):
         raise ValueError(f"{page}: each '<!-- table: NAME -->' must be followed by one '<!-- end of table -->'")
-    made, shown = tables(results), dict.fromkeys(_FIGURE.findall(text))
+    asked, shown = [name for _, name, _ in _TABLE.findall(text)], dict.fromkeys(_FIGURE.findall(text))
+    made = tables(results, asked)
     drawn = {one.stem: figure for one in illustrations(results) if one.stem in shown and (figure := one.draw())}
-    missing = [name for _, name, _ in _TABLE.findall(text) if name not in made or not made[name].lines]
+    missing = [name for name in asked if name not in made or not made[name].lines]
     missing += [stem for stem in shown if stem not in drawn]
     fresh = _TABLE.sub(
         lambda match: match[0] if match[2] in missing else f"{match[1]}\n{made[match[2]].markdown()}\n{match[3]}", text
