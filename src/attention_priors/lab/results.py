@@ -51,9 +51,6 @@ from attention_priors._io import write_bytes
 FORMAT = 2
 """Version of the rows. Other versions are not read."""
 
-INSPECTION_FORMAT = 1
-"""Version of the files of ``attention-priors inspect``. Other versions are not read."""
-
 FILE = "results.jsonl.gz"
 
 FIELDS = {

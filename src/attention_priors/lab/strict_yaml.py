@@ -130,8 +130,8 @@ def read_yaml(path: Path) -> dict[str, Any]:
     return content
 
 
-def validated(content: Any, model: type[Model], place: str) -> Model:
-    """Validate the content of a file, or settings from other sources.
+def validated(content: Any, model: type[Model], place: str | None = None) -> Model:
+    """Validate the content of a file, or settings from another place.
 
     Raises:
         RecipeError: A key or value is invalid; the message names the place, the key, its value and the allowed values.
@@ -139,7 +139,8 @@ def validated(content: Any, model: type[Model], place: str) -> Model:
     try:
         return model.model_validate(content)
     except ValidationError as error:
-        raise RecipeError(f"{place}: {explain(error, model)}") from error
+        text = explain(error, model)
+        raise RecipeError(f"{place}: {text}" if place else text) from error
 
 
 def explain(error: ValidationError, model: type[BaseModel]) -> str:

@@ -369,12 +369,10 @@ def evaluate(
     You can interrupt the command; run it again to resume. Finished measurements are reused, so longer lengths, more
     trials and other models may share an output folder.
     """
-    from pydantic import ValidationError
-
     from attention_priors._io import with_nulls, write_bytes, write_json
     from attention_priors.lab import evaluate as evaluation
     from attention_priors.lab import report as reports
-    from attention_priors.lab.strict_yaml import explain
+    from attention_priors.lab.strict_yaml import validated
 
     console = Console()
     tasks = listed(*task)
@@ -394,10 +392,7 @@ def evaluate(
             "lengths": sorted({number_of_tokens(length) for length in listed(*lengths)}),
             "stop_after_zeros": stop_after_zeros or None,
         }
-        try:
-            plan = evaluation.EvaluationPlan.model_validate(asked)
-        except ValidationError as error:
-            raise ValueError(explain(error, evaluation.EvaluationPlan)) from error
+        plan = validated(asked, evaluation.EvaluationPlan)
         with console.status("Loading the model"):
             subject = evaluation.Subject.load(model, dtype=dtype, device=device)
         bars = Bars(console, "{task.percentage:>3.0f} %")
@@ -444,6 +439,7 @@ def inspect(
     from attention_priors.hf.loading import load_any_config
     from attention_priors.lab import inspect as inspection
     from attention_priors.lab import report as reports
+    from attention_priors.lab.strict_yaml import validated
 
     console = Console()
     quiet_transformers()
@@ -452,13 +448,14 @@ def inspect(
             output = Path("runs") / "inspect" / name_of_model(model)
             inspection.check_same_model(output / "inspection.json", model)
         name, content = inspection.text_to_read(text)
-        plan = inspection.InspectionPlan(
-            length=number_of_tokens(length, "length"),
-            text=content,
-            text_name=name,
-            text_tokens=tokens,
-            heads=None if heads is None else tuple(head_of_layer(head) for head in listed(*heads)),
-        )
+        asked = {
+            "length": number_of_tokens(length, "length"),
+            "text": content,
+            "text_name": name,
+            "text_tokens": tokens,
+            "heads": None if heads is None else [head_of_layer(head) for head in listed(*heads)],
+        }
+        plan = validated(asked, inspection.InspectionPlan)
         load_any_config(model)  # fails before the folder is made if the model does not exist
         writable_folder(output)
         with console.status("Loading the model") as status:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, TypedDict, cast
 
 import torch
+from pydantic import Field
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
@@ -17,7 +17,6 @@ from attention_priors.attention import SSMax
 from attention_priors.attention.geometry import block_length
 from attention_priors.attention.problem import Problem
 from attention_priors.attention.reference import reference
-from attention_priors.checks import check_positive_integers
 from attention_priors.encodings import LinearToy
 from attention_priors.hf.loading import check_positions, number_of_positions
 from attention_priors.hf.observe import LayerAttention, observed_attention
@@ -35,7 +34,7 @@ from attention_priors.lab.inspect.priors import (
 )
 from attention_priors.lab.inspect.sinks import content_range, sink_margin
 from attention_priors.lab.machine import now, processor, versions
-from attention_priors.lab.results import INSPECTION_FORMAT
+from attention_priors.lab.strict_yaml import Strict
 from attention_priors.lab.tasks import PasskeyTexts
 from attention_priors.lab.tasks.passkey import PasskeySample
 from attention_priors.priors import Prior, Uniform
@@ -60,42 +59,19 @@ _BESIDE = ("logit_scale", "null_logit", "key_bias")
 Say = Callable[[str], None]
 
 
-@dataclass(frozen=True)
-class InspectionPlan:
-    """Settings of an inspection.
+class InspectionPlan(Strict):
+    """Settings of an inspection."""
 
-    Attributes:
-        length: Text length in tokens for which priors are described, from 2 to 16777216.
-        text: Text to read; None for no text.
-        text_name: Source of the text.
-        text_tokens: Number of tokens to read. By default 512, or the model's number of positions if smaller.
-        heads: Heads whose attention maps are shown, as pairs ``(layer, head)``; None for the most telling heads.
-    """
-
-    length: int = 4096
+    length: int = Field(default=4096, ge=2, le=LONGEST)
+    """Text length in tokens for which priors are described."""
     text: str | None = None
+    """Text to read; None for no text."""
     text_name: str = ""
-    text_tokens: int | None = None
+    """Source of the text."""
+    text_tokens: int | None = Field(default=None, ge=4)
+    """Number of tokens to read. By default 512, or the model's number of positions if smaller."""
     heads: tuple[tuple[int, int], ...] | None = None
-
-    def __post_init__(self) -> None:
-        check_positive_integers(length=self.length)
-        if not 2 <= self.length <= LONGEST:
-            raise ValueError(f"length must be from 2 to {LONGEST} tokens, got {self.length}")
-        if self.text_tokens is not None:
-            check_positive_integers(text_tokens=self.text_tokens)
-            if self.text_tokens < 4:
-                raise ValueError(f"text_tokens must be at least 4, got {self.text_tokens}")
-        if not isinstance(self.text, str | None):
-            raise ValueError(f"text must be a string or None, got {self.text!r}")
-        if self.heads is None:
-            return
-        if not isinstance(self.heads, tuple) or not all(map(_is_head, self.heads)):
-            raise ValueError(f"heads must be a tuple of pairs (layer, head) of integers, or None, got {self.heads!r}")
-
-
-def _is_head(pair: object) -> bool:
-    return isinstance(pair, tuple) and len(pair) == 2 and all(type(number) is int for number in pair)
+    """Heads whose attention maps are shown, as pairs ``(layer, head)``; None for the most telling heads."""
 
 
 def inspect_model(given: Inspected, plan: InspectionPlan, say: Say = lambda _: None) -> dict[str, Any]:
@@ -158,7 +134,7 @@ def inspect_model(given: Inspected, plan: InspectionPlan, say: Say = lambda _: N
         for row in _priors(layer, prior, scale, plan.length, causal=described[layer]["causal"])
     ]
     found: dict[str, Any] = {
-        "format": INSPECTION_FORMAT,
+        "format": 1,
         "model": given.name,
         "title": given.title,
         "kind": type(given.model).__name__,

@@ -17,7 +17,7 @@ from attention_priors.lab.report.figures.style import png
 from attention_priors.lab.report.pages import embedded_figure, render
 from attention_priors.lab.report.table import Table
 from attention_priors.lab.report.wording import percent, quantity, wording
-from attention_priors.lab.results import FORMAT, INSPECTION_FORMAT, Results
+from attention_priors.lab.results import FORMAT, Results
 
 Found = Mapping[str, Any]
 
@@ -38,12 +38,7 @@ def write_inspection(found: Found, path: Path) -> None:
     Args:
         found: Dictionary from :func:`attention_priors.lab.inspect.inspect_model`.
         path: Target file; its folder is created if missing.
-
-    Raises:
-        ValueError: ``found`` has an unknown format.
     """
-    if (got := found.get("format")) != INSPECTION_FORMAT:
-        raise ValueError(f"found['format'] must be {INSPECTION_FORMAT}, the format of this version; it is {got!r}")
     results = inspection_results(found)
     chosen = Counter(shown.get("why") for shown in found["passkey"].get("maps", ()))
     page = render(
@@ -179,9 +174,9 @@ def _layers(found: Found) -> Table:
     lines = []
     for number, layer in enumerate(found["layers"]):
         sees = "preceding tokens" if layer["causal"] else "all tokens"
-        sees += ", within the model's own mask" if layer.get("own_mask") else ""
+        sees += ", within the model's own mask" if layer["own_mask"] else ""
         prior = "yes" if layer["has_prior"] else "uniform"
-        beside = ", ".join(layer.get("beside", [])) or "–"
+        beside = ", ".join(layer["beside"]) or "–"
         lines.append([str(number), layer["name"], sees, prior, beside, str(layer["heads"])])
     header = ["layer", "module", "sees", "prior", "also applied", "heads"]
     return Table("layers", wording("inspected_layers"), header, lines, words=5)
