@@ -1,13 +1,16 @@
 """The referee's recipe: its settings are those of the best trials, and a quick form of it measures everything."""
 
-from itertools import groupby, pairwise
+from collections import defaultdict
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import pytest
 from recipe_cases import carry_out, decoder_recipe, write_texts
 
-from attention_priors.lab.report.tables import best_trials
+from attention_priors.lab.report.comparisons import trials
+from attention_priors.lab.report.estimates import mean_losses, own_passkeys, shares
+from attention_priors.lab.report.tables import own_losses
 from attention_priors.lab.results import Results, read_rows
 from attention_priors.lab.strict_yaml import read_yaml
 from attention_priors.lab.study import Recipe
@@ -15,6 +18,9 @@ from attention_priors.lab.study.recipe import POSITION_FIELDS
 
 ROOT = Path(__file__).parents[3]
 RECIPE = ROOT / "recipes/results/referee.yaml"
+
+STUDIES = ("referee-tuning",)
+"""Studies with the trials."""
 
 OF_PAPERS = {"FoX": 2, "SWAN": 2, "iRoPE": 2}
 """Number of starts of a scheme that come from its literature, which are its first; 1 for schemes not listed."""
@@ -24,27 +30,34 @@ def _described(recipe: Recipe, scheme: str) -> tuple[Any, ...]:
     return recipe.schemes[scheme].model_dump(include=POSITION_FIELDS), recipe.training_of(scheme)
 
 
+def _ranks(results: Results) -> dict[str, tuple[float, float]]:
+    """Return the rank of each trial, lowest first: most pass keys over all lengths, then lowest loss in training."""
+    by_length = shares(own_passkeys(results), "scheme", "length")  # a length that was not reached counts as 0
+    found, losses = by_length.groupby("scheme", observed=True).share.sum(), own_losses(results)
+    return {name: (-found[name], fmean(mean_losses(losses.rows_within_training(name)))) for name in results.names}
+
+
 def test_schemes_are_those_of_the_best_trials():
-    """Each scheme has the best of its literature's starts and the best of its other starts."""
-    results = Results.read(ROOT / "docs/results/referee-tuning")
-    lines = [[*map(str, line)] for line in best_trials(results).lines]
-    for before, line in pairwise(lines):
-        line[0] = line[0] or before[0]
-    farthest = results["retrieval"].query("length == 8192").groupby("scheme", observed=True)
-    shares = farthest.correct.sum() / farthest.trials.sum()
-    trials, wanted, far = decoder_recipe(ROOT / "recipes/results/referee-tuning.yaml"), {}, set[str]()
-    for kind, end in (("without", ""), ("with", "+SSMax")):
-        of_kind = [line for line in lines if line[1] == kind]
-        for scheme, starts in groupby(of_kind, lambda line: line[0].partition(",")[0]):
-            found, number = [*starts], OF_PAPERS.get(scheme, 1)
-            for part in filter(None, (found[:number], found[number:])):
-                name, _, setting, *_ = min(part, key=lambda line: (-float(line[4]), float(line[5])))
-                trial = f"{name} · {setting.replace(', ', ' · ')}"
-                wanted[name + end] = _described(trials, trial)
-                far |= {name + end} if shares.get(trial, 0) >= 0.95 else set()
+    """Each scheme has the best of its paper's starts and the best of its other starts, without SSMax and with it."""
+    candidates, starts = defaultdict[Any, list[Any]](list), defaultdict[str, list[str]](list)
+    for study in STUDIES:
+        results = Results.read(ROOT / "docs/results" / study)
+        ranks, recipe = _ranks(results), decoder_recipe(ROOT / "recipes/results" / f"{study}.yaml")
+        farthest = results["retrieval"].query("length == 8192").groupby("scheme", observed=True)
+        found = farthest.correct.sum() / farthest.trials.sum()
+        for (start, scaled), names in trials(results).items():
+            scheme = start.partition(",")[0]
+            if start not in starts[scheme]:
+                starts[scheme].append(start)
+            of_paper = starts[scheme].index(start) < OF_PAPERS.get(scheme, 1)
+            for name in names:
+                trial = (ranks[name], start + "+SSMax" * scaled, _described(recipe, name), found.get(name, 0) >= 0.95)
+                candidates[scheme, scaled, of_paper].append(trial)
+    best = [min(each, key=lambda trial: trial[0]) for each in candidates.values()]
     recipe = decoder_recipe(RECIPE)
-    assert {name: _described(recipe, name) for name in recipe.schemes} == wanted
-    assert {name for name in recipe.schemes if "256 times" in dict(recipe.plans_of(name))} == far
+    assert {name: _described(recipe, name) for name in recipe.schemes} == {name: made for _, name, made, _ in best}
+    farther = {name for name in recipe.schemes if "256 times" in dict(recipe.plans_of(name))}
+    assert farther == {name for _, name, _, far in best if far}
 
 
 @pytest.fixture
