@@ -34,7 +34,7 @@ def test_invalid_arguments_are_refused() -> None:
     refused(None, "PreTrainedModel, got NoneType$")
     refused(nn.DataParallel(tiny("llama")), "got DataParallel: pass the LlamaForCausalLM inside it, and wrap it after")
     refused(model, "nothing to attach: .* set one of them, such as prior='generalized_gaussian'", prior=None)
-    refused(model, "layers contains 2, expected indices of layers with attention: 0 to 1", layers=[0, 2])
+    refused(model, r"layers contains 2, expected indices of layers with attention: \[0, 1\]", layers=[0, 2])
     refused(model, "layers contains -3", layers=[-3])
     refused(model, "layers must hold at least one layer", layers=[])
     for given in (1, "all", ["0"], [0.5], [True]):
@@ -232,7 +232,7 @@ def test_a_prompt_beyond_learned_positions_is_refused() -> None:
 def test_cross_attention_is_unchanged() -> None:
     model = hf.MllamaForCausalLM(hf.MllamaTextConfig(**LLAMA, cross_attention_layers=[1]))
     assert sorted(attached_priors(attach(model, "laplace"))) == [0]
-    refused(hf.MllamaForCausalLM(model.config), "layers with attention: 0", layers=[1])
+    refused(hf.MllamaForCausalLM(model.config), r"layers with attention: \[0\]", layers=[1])
 
 
 @pytest.mark.parametrize("layers", [None, [1]])

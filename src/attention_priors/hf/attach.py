@@ -110,7 +110,7 @@ def attach(
             reason. After any error the model is unchanged.
     """
     _check_model(model)
-    check_layer_kinds(layer_pattern, layer_kinds, LAYER_PARTS)
+    check_layer_kinds(layer_pattern, layer_kinds, LAYER_PARTS, share_prior)
     kinds = {} if layer_kinds is None else layer_kinds
     for_all: dict[str, Any] = {"prior": prior, "logit_scale": logit_scale, "drop_positions": drop_positions}
     if not any(_is_something(for_all | dict(kind)) for kind in (kinds.values() if kinds else ({},))):
@@ -118,8 +118,6 @@ def attach(
             "nothing to attach: prior, logit_scale and drop_positions are all missing; set one of them, such as "
             "prior='generalized_gaussian'"
         )
-    if share_prior and any("prior" in kind for kind in kinds.values()):
-        raise ValueError("share_prior=True, but layer_kinds describes further priors; remove one of them")
     if hasattr(model, STATE):
         raise ValueError(f"this {type(model).__name__} already has attached priors; call detach(model) first")
     for kind in (for_all, *kinds.values()):
@@ -215,20 +213,6 @@ def detach(model: Model) -> Model:
 
 def _is_something(parts: Mapping[str, Any]) -> bool:
     return parts["prior"] is not None or parts["logit_scale"] is not None or parts["drop_positions"]
-
-
-def dropped_layers(description: Mapping[str, Any]) -> list[int]:
-    """Return the indices of layers whose positions are dropped.
-
-    Args:
-        description: description of the attached priors, from a model's config.
-    """
-    pattern, kinds = description["layer_pattern"], description["layer_kinds"]
-    return [
-        index
-        for index in description["layers"]
-        if kind_of_layer(pattern, kinds, index).get("drop_positions", description["drop_positions"])
-    ]
 
 
 def _check_model(model: Any) -> None:
@@ -490,23 +474,11 @@ def _chosen(found: Mapping[int, nn.Module], layers: list[int] | None) -> dict[in
     for layer in layers:
         index = layer + number if layer < 0 else layer
         if index not in found:
-            raise ValueError(
-                f"layers contains {layer!r}, expected indices of layers with attention: {_ranges(sorted(found))}"
-            )
+            raise ValueError(f"layers contains {layer!r}, expected indices of layers with attention: {sorted(found)}")
         chosen[index] = found[index]
     if not chosen:
         raise ValueError("layers must hold at least one layer, or be None for all; got []")
     return dict(sorted(chosen.items()))
-
-
-def _ranges(numbers: Sequence[int]) -> str:
-    runs: list[list[int]] = []
-    for number in numbers:
-        if runs and runs[-1][-1] == number - 1:
-            runs[-1].append(number)
-        else:
-            runs.append([number])
-    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]} to {run[-1]}" for run in runs)
 
 
 def _not_computed(module: nn.Module) -> str | None:

@@ -141,9 +141,7 @@ class PriorDecoderConfig(PriorConfig):
         check_positive_integers(head_dim=self.head_dim)
         check_share(tolerance=self.tolerance)
         check_booleans(equal_projections=self.equal_projections)
-        check_layer_kinds(self.layer_pattern, self.layer_kinds, LAYER_PARTS)
-        if self.share_prior and any("prior" in kind for kind in (self.layer_kinds or {}).values()):
-            raise ValueError("share_prior=True, but layer_kinds describes further priors; remove one of them")
+        check_layer_kinds(self.layer_pattern, self.layer_kinds, LAYER_PARTS, self.share_prior)
         super().__post_init__(**kwargs)
         # Build all parts once on the meta device, so that a mistake raises here and not after loading weights.
         for kind in [self, *(self._with(kind) for kind in (self.layer_kinds or {}).values())]:

@@ -6,13 +6,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 
-def check_layer_kinds(pattern: Any, kinds: Any, parts: Sequence[str]) -> None:
+def check_layer_kinds(pattern: Any, kinds: Any, parts: Sequence[str], share_prior: bool) -> None:
     """Raise a ValueError unless both are None, or the pattern names every kind and each kind describes known parts.
 
     Args:
         pattern: ``layer_pattern``, a list of kind names.
         kinds: ``layer_kinds``, the description of each kind by name.
         parts: names that a description may contain.
+        share_prior: whether all layers share one prior, so that a kind must not describe its own.
     """
     if (pattern is None) != (kinds is None):
         raise ValueError(
@@ -28,6 +29,8 @@ def check_layer_kinds(pattern: Any, kinds: Any, parts: Sequence[str]) -> None:
     for name, kind in kinds.items():
         if not isinstance(kind, Mapping) or not {*kind} <= {*parts}:
             raise ValueError(f"layer_kinds[{name!r}] may describe {', '.join(parts)}; got {kind!r}")
+        if share_prior and "prior" in kind:
+            raise ValueError("share_prior=True, but layer_kinds describes further priors; remove one of them")
 
 
 def kind_of_layer(

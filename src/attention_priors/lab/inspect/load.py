@@ -13,7 +13,7 @@ from transformers import AutoModelForSeq2SeqLM, PreTrainedConfig, PreTrainedMode
 
 from attention_priors._io import read_json
 from attention_priors.hf.adapter import adapter_folder
-from attention_priors.hf.attach import CONFIG_KEY, LEARNED_POSITIONS, dropped_layers
+from attention_priors.hf.attach import CONFIG_KEY, LEARNED_POSITIONS, attached_parts
 from attention_priors.hf.loading import load_any_config, load_model, load_whole, tokenizer_of
 from attention_priors.lab.data import load_corpus
 from attention_priors.lab.data.corpora import read_documents
@@ -83,11 +83,9 @@ class Inspected:
         rotary = bool(getattr(config, "rope_parameters", None))
         own = "rotary" if rotary else "a learned table" if names & set(LEARNED_POSITIONS) else "none"
         attached = getattr(config, CONFIG_KEY, None)
-        dropped = [] if attached is None else dropped_layers(attached)
-        if not dropped:
-            return own
-        of_all = len(dropped) == config.num_hidden_layers
-        return f"{own}, dropped in {'all' if of_all else f'{len(dropped)} of {config.num_hidden_layers}'} layers"
+        layers = {} if attached is None else attached_parts(attached)
+        dropped, total = sum(parts["own positions dropped"] for parts in layers.values()), config.num_hidden_layers
+        return f"{own}, dropped in {'all' if dropped == total else f'{dropped} of {total}'} layers" if dropped else own
 
 
 def _name(encoding: dict[str, Any] | str | None) -> str:
