@@ -1,4 +1,4 @@
-"""Description of the machine (versions, processor, memory), and measurement of memory and time."""
+"""Description of the machine (versions, processor, memory, devices), and measurement of memory and time."""
 
 from __future__ import annotations
 
@@ -43,6 +43,25 @@ def processor() -> str:
 def memory_bytes() -> int:
     """Return the size of the machine's memory in bytes."""
     return psutil.virtual_memory().total
+
+
+def device_named(name: str | None) -> torch.device:
+    """Return the device with this name; by default CUDA if available, else the CPU.
+
+    Raises:
+        ValueError: The name is not a device, or the device is not available.
+    """
+    if name is None:
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        device = None
+    if device is None or device.type not in ("cpu", "cuda"):
+        raise ValueError(f"device must be cpu, cuda or cuda:N; got {name!r}")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise ValueError(f"device is {name!r}, but PyTorch finds {torch.cuda.device_count()} CUDA devices")
+    return device
 
 
 class PeakMemory:

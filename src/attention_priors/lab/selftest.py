@@ -7,8 +7,7 @@ from collections.abc import Callable, Iterator
 import torch
 
 from attention_priors.attention.selftest import ALLOWED, VARIANTS, Variant, errors, in_a_line, worst
-from attention_priors.lab.machine import processor, versions
-from attention_priors.lab.tasks.subject import device_named
+from attention_priors.lab.machine import device_named, processor, versions
 
 ENGINES = ("triton", "toeplitz", "blockwise")
 """Engines that compute values, log-sum-exps and gradients."""

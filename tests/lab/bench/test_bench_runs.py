@@ -182,15 +182,15 @@ def test_incompatible_measurements_are_refused(tmp_path, quiet, no_memory):
     bench(recipe(**settings), tmp_path, console=quiet)
     assert torch.get_num_threads() == before
     for changes, complaint in (
-        ({"threads": before + 2}, f"threads = {before + 1}, not {before + 2}"),
-        ({"head_dim": 32}, "head_dim = 24, not 32"),
-        ({"seed": 1}, "seed = 0"),
+        ({"threads": before + 2}, rf"settings.threads \(there {before + 1}, here {before + 2}\)"),
+        ({"head_dim": 32}, r"settings.head_dim \(there 24, here 32\)"),
+        ({"seed": 1}, r"settings.seed \(there 0, here 1\)"),
     ):
         with pytest.raises(RecipeError, match=complaint):
             bench(recipe(**settings | changes), tmp_path, console=quiet)
     identity = json.loads((tmp_path / IDENTITY).read_text())
     (tmp_path / IDENTITY).write_text(json.dumps(identity | {"code": "0"}))
-    with pytest.raises(RecipeError, match="another version of this code"):
+    with pytest.raises(RecipeError, match=r"or code; they differ in code \(there '0', here "):
         bench(recipe(**settings), tmp_path, console=quiet)
 
 
@@ -236,7 +236,7 @@ def test_short_passes_are_measured_in_groups():
 
 
 def test_the_published_recipes_are_valid(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     paths = sorted((Path(__file__).parents[3] / "benchmarks").glob("*.yaml"))
     assert len(paths) >= 4
     for path in paths:

@@ -11,7 +11,7 @@ from bench_cases import LINE_WAYS, WAYS, case
 from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask
 
-from attention_priors import Laplace, Spectral, attend
+from attention_priors import Laplace, Prior, Spectral, attend
 from attention_priors.lab.bench import peers
 from attention_priors.lab.bench.measure import error_of
 from attention_priors.lab.bench.way import CannotRunError, Case, Pass, make_inputs
@@ -126,16 +126,12 @@ def test_gradients_match_the_reference(name: str):
     query, key, value = tensors
     prior = None
     if name.startswith("goat"):
-        # The package's prior, computed from its own parameters.
         content = peers.goat_content(this)
-        module: Any = next(cell for cell in free_variables(prepared.run) if isinstance(cell, torch.nn.Module))
-        prior = Spectral(this.heads, peers.GOAT_FREQUENCIES)
-        with torch.no_grad():
-            prior.alpha.copy_(module.lambda_sym)
-            prior.beta.copy_(module.lambda_asym)
-        options["attn_mask"] = peers.goat_key_bias(module, this.length).double()[None, :, None]
+        module: Any = free_variable(prepared.run, torch.nn.Module)
+        prior = free_variable(prepared.expected.__wrapped__, Prior)  # pyright: ignore[reportFunctionMemberAccess]
+        (alpha,) = (term.alpha for term in prior.terms() if isinstance(term, Spectral))
         query, key = query[..., :content], key[..., :content]
-        expected = torch.autograd.grad(attend(query, key, value, prior, **options), [*tensors, prior.alpha], weights)
+        expected = torch.autograd.grad(attend(query, key, value, prior, **options), [*tensors, alpha], weights)
         found_alpha = next(g for leaf, g in zip(prepared.leaves, found, strict=True) if leaf is module.lambda_sym)
         found = (*found[:3], found_alpha)
     else:
@@ -152,8 +148,8 @@ def test_gradients_match_the_reference(name: str):
         torch.testing.assert_close(mine.double(), reference.double(), rtol=2e-4, atol=2e-5)
 
 
-def free_variables(function: Any) -> list[Any]:
-    return [cell.cell_contents for cell in function.__closure__]
+def free_variable(function: Any, kind: type[Any]) -> Any:
+    return next(cell.cell_contents for cell in function.__closure__ if isinstance(cell.cell_contents, kind))
 
 
 def test_every_way_has_a_description_and_valid_references():

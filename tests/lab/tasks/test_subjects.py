@@ -16,8 +16,9 @@ from transformers import AutoTokenizer
 
 from attention_priors.hf import attach, attached_priors, save_adapter
 from attention_priors.lab.inspect.load import load_inspected
+from attention_priors.lab.machine import device_named
 from attention_priors.lab.tasks import Subject
-from attention_priors.lab.tasks.subject import device_named, model_fingerprint
+from attention_priors.lab.tasks.subject import model_fingerprint
 from attention_priors.models.encoder import PriorEncoderConfig, PriorEncoderForMaskedLM
 from attention_priors.models.vision import PriorVisionConfig, PriorVisionForImageClassification
 

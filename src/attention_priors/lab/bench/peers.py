@@ -12,8 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from attention_priors.hf.goat import load_goat_attention
 from attention_priors.lab.bench.way import CannotRunError, Case, Inputs, Prepared, learned, prepared
-from attention_priors.priors import GeneralizedGaussian, Laplace, Prior, Spectral
+from attention_priors.priors import GeneralizedGaussian, Laplace, Prior
 
 FLEX_BLOCK = 128
 """FlexAttention's default block size."""
@@ -182,6 +183,7 @@ def goat(case: Case, inputs: Inputs, *, need_weights: bool) -> Prepared:
         module.sink_bump.fill_(1.0)
         for layer in (module.key_bias.fc1, module.key_bias.fc2):
             layer.weight.normal_(std=0.5)
+    prior = load_goat_attention(module, causal=True).prior
     for name in ("q_proj", "k_proj", "v_proj", "out_proj"):
         setattr(module, name, nn.Identity())
     # The gate's weights are not learned here.
@@ -197,25 +199,7 @@ def goat(case: Case, inputs: Inputs, *, need_weights: bool) -> Prepared:
         return module(query, key, value, is_causal=True, need_weights=need_weights, past_key_value=past)[0]
 
     narrow = Inputs(inputs.query[..., :content], inputs.key[..., :content], inputs.value)
-    spectral = Spectral(case.heads, GOAT_FREQUENCIES).to(case.device)
-    with torch.no_grad():
-        spectral.alpha.copy_(module.lambda_sym)
-        spectral.beta.copy_(module.lambda_asym)
-    bias = goat_key_bias(module, case.length).double()[None, :, None]
-    leaves = (query, key, value, *learned(module))
-    return prepared(case, narrow, run, spectral, leaves=leaves, flat=True, attn_mask=bias)
-
-
-@torch.no_grad()
-def goat_key_bias(module: Any, length: int) -> Tensor:
-    """Return the package's ``u(j)``, shape ``(H, L)``: the package's curve, plus slope and bump by formula."""
-    device = module.sink_gain.device
-    features = module._get_abs_feats(length, torch.float32, device)
-    curve = module.key_bias(module._augment_abs_features(features, pos_offset=0)).squeeze(-1)
-    positions = torch.arange(length, device=device)
-    slope = nn.functional.softplus(module.recency_slope_raw).unsqueeze(-1)
-    first = (positions == 0).float()
-    return module.sink_gain.unsqueeze(-1) * curve + module.sink_bump.unsqueeze(-1) * first + slope * positions
+    return prepared(case, narrow, run, prior, leaves=(query, key, value, *learned(module)), flat=True)
 
 
 @torch.no_grad()

@@ -12,9 +12,8 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import torch
-from pydantic import Field, ValidationError, field_validator, model_validator
+from pydantic import AfterValidator, Field, ValidationError, field_validator, model_validator
 from rich.console import Console
-from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
 
 import attention_priors
 from attention_priors._io import read_json, writable_folder, write_json
@@ -23,9 +22,10 @@ from attention_priors.lab.bench.measure import Runner, repetitions
 from attention_priors.lab.bench.results import IDENTITY, collect
 from attention_priors.lab.bench.way import PASSES, CannotRunError, Case, Need, Pass, in_short, make_inputs
 from attention_priors.lab.bench.ways import LINE_WAYS, WAYS
-from attention_priors.lab.machine import memory_bytes, now, processor, versions
+from attention_priors.lab.machine import device_named, memory_bytes, now, processor, versions
 from attention_priors.lab.output_folder import sole_writer
-from attention_priors.lab.strict_yaml import RecipeError, Strict, explain, read_strictly
+from attention_priors.lab.progress import Bars
+from attention_priors.lab.strict_yaml import RecipeError, Strict, differences, explain, read_strictly
 
 GIB = 2**30
 HEADROOM = 0.9
@@ -75,7 +75,7 @@ class BenchRecipe(Strict):
     """Title of the benchmark, and name of the output folder in ``runs``."""
     description: str = ""
     """Description of the benchmark."""
-    device: str = "cpu"
+    device: Annotated[str, AfterValidator(lambda name: str(device_named(name)))] = "cpu"
     """``cpu``, ``cuda`` or ``cuda:N``."""
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     """Dtype of queries, keys and values."""
@@ -99,19 +99,6 @@ class BenchRecipe(Strict):
     """Seed of the inputs and of the order of the ways."""
     parts: tuple[Part, ...] = Field(min_length=1)
     """Sets of lengths, passes and ways; all combinations within a part are measured."""
-
-    @field_validator("device")
-    @classmethod
-    def _there(cls, device: str) -> str:
-        try:
-            kind = torch.device(device).type
-        except RuntimeError:
-            kind = None
-        if kind not in ("cpu", "cuda"):
-            raise ValueError(f"device must be cpu, cuda or cuda:N, got {device!r}")
-        if kind == "cuda" and not torch.cuda.is_available():
-            raise ValueError(f"device is {device!r}, but PyTorch sees no CUDA device")
-        return device
 
     @model_validator(mode="after")
     def _graph_on_cuda(self) -> BenchRecipe:
@@ -217,16 +204,14 @@ def _check_identity(output: Path, recipe: BenchRecipe) -> None:
     path = output / IDENTITY
     if path.exists():
         old = read_json(path)
-        for section in ("settings", "versions", "machine"):
-            for key, value in who[section].items():
-                was = old[section].get(key)
-                if was != value and (was is not None or section != "versions"):
-                    raise RecipeError(
-                        f"{output} holds measurements with {key} = {was}, not {value}; use another folder"
-                    )
-        if old["code"] != who["code"]:
-            raise RecipeError(f"{output} holds measurements of another version of this code; use another folder")
         who["begun"] = old["begun"]
+        new = {name: version for name, version in who["versions"].items() if old["versions"].get(name) is None}
+        differing = differences(old | {"versions": old["versions"] | new}, who)
+        if differing:
+            raise RecipeError(
+                f"{output} holds measurements of other settings, versions, machine or code; they differ in "
+                f"{'; '.join(differing)}. Use another folder"
+            )
     write_json(path, who)
 
 
@@ -244,9 +229,8 @@ class _Bench:
         self.recipe = recipe
         self.output = output
         self.memory_limit = memory_limit
-        text = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:>3.0f} %"))
-        self.bars = Progress(SpinnerColumn(), *text, TimeElapsedColumn(), console=console)
-        self.task = TaskID(0)
+        self.bars = Bars(console, "{task.percentage:>3.0f} %")
+        self.task = self.bars.add_task("starting")
 
     def run(self) -> None:
         plan = self.recipe.plan()
@@ -254,7 +238,7 @@ class _Bench:
         each = 2 + self.recipe.repetitions * (2 if self.recipe.neighbours else 1)
         done = 0
         with self.bars:
-            self.task = self.bars.add_task("starting", total=sum(len(names) * each for names in plan.values()))
+            self.bars.update(self.task, total=sum(len(names) * each for names in plan.values()))
             for (passing, length), names in plan.items():
                 path = self.output / "measurements" / f"{passing}-{length}.json"
                 new = {"pass": passing, "length": length, "peaks": {}, "failures": {}, "sittings": []}

@@ -19,7 +19,8 @@ from attention_priors.lab.data import load_corpus
 from attention_priors.lab.data.corpora import read_documents
 from attention_priors.lab.data.genomes import is_fasta
 from attention_priors.lab.data.tokenizer import pretrained_tokenizer
-from attention_priors.lab.tasks.subject import check_vocabulary, device_named
+from attention_priors.lab.machine import device_named
+from attention_priors.lab.tasks.subject import check_vocabulary
 from attention_priors.models.decoder import PriorDecoderConfig
 from attention_priors.models.encoder import PriorEncoderConfig, PriorEncoderForMaskedLM
 from attention_priors.models.vision import PriorVisionConfig

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from attention_priors.hf.loading import load_config, load_model, tokenizer_of
 from attention_priors.lab.data import EMBEDDED, Corpus, load_corpus, tokenizer_fingerprint
 from attention_priors.lab.data.tokenizer import pretrained_tokenizer
+from attention_priors.lab.machine import device_named
 from attention_priors.lab.tasks.generation import chunked_logits
 
 if TYPE_CHECKING:
@@ -162,25 +163,6 @@ def _check_chunks(name: str, model: PreTrainedModel) -> None:
             f"they differ by {difference:.2g} of their standard deviation: expected a causal language model with a KV "
             "cache"
         )
-
-
-def device_named(name: str | None) -> torch.device:
-    """Return the device with this name; by default CUDA if available, else the CPU.
-
-    Raises:
-        ValueError: the name is not a device, or the device is not available.
-    """
-    if name is None:
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        device = None
-    if device is None or device.type not in ("cpu", "cuda"):
-        raise ValueError(f"device must be cpu, cuda or cuda:N; got {name!r}")
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise ValueError(f"device is {name!r}, but PyTorch finds {torch.cuda.device_count()} CUDA devices")
-    return device
 
 
 def model_fingerprint(model: PreTrainedModel) -> str:

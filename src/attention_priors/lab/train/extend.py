@@ -18,8 +18,8 @@ from attention_priors.lab.data import collate_rows
 from attention_priors.lab.data.preparation import prepared_tokenizer
 from attention_priors.lab.data.shards import PackedRows, TokenShards
 from attention_priors.lab.data.tokenizer import pretrained_tokenizer, tokenizer_fingerprint
+from attention_priors.lab.machine import device_named
 from attention_priors.lab.strict_yaml import validated
-from attention_priors.lab.tasks.subject import device_named
 from attention_priors.lab.train.engine import Observer, is_first_process, processes
 from attention_priors.lab.train.recipe import TrainRecipe
 from attention_priors.lab.train.run import IDENTITY, run_recipe, writing
