@@ -108,7 +108,7 @@ def test_the_mask_allocates_no_matrix() -> None:
     assert mask.untyped_storage().nbytes() == 1
     cropped = mask[:, :, :, :7]  # up to the number of keys, as in Pix2Struct
     copies = (mask.detach(), mask.clone(), mask.contiguous(), mask.to("cpu"), mask.to(torch.device("cpu")))
-    for same in (cropped, *copies):
+    for same in (cropped, mask.to(torch.bool), *copies):
         assert isinstance(same, KeysMask)
         assert same.keys.num_keys == 7
     moved = mask.to("meta")

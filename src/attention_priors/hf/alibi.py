@@ -6,6 +6,7 @@ custom slopes are saved under other names.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from typing import Any
 
@@ -18,7 +19,7 @@ from transformers.models.mpt import modeling_mpt
 
 from attention_priors.checks import check_above, check_positive_integers
 from attention_priors.hf.replacing import attend_with_cache, prior_for, refuse_attention_weights, replace
-from attention_priors.models.masks import Keys, first_token, layer_mask, past_tokens, sees_the_future
+from attention_priors.models.masks import Keys, KeysMask, keys_of_call
 from attention_priors.priors import Laplace
 
 
@@ -42,7 +43,7 @@ def mpt_slopes(num_heads: int, alibi_bias_max: float = 8.0) -> list[float]:
 
 
 class _Model:
-    """Mixin that passes the padding mask to the layers instead of a dense mask."""
+    """Mixin that passes a :class:`KeysMask` to the layers instead of a dense mask."""
 
     def forward(
         self: Any,
@@ -55,53 +56,47 @@ class _Model:
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        """Run transformers' forward with the padding mask. Attention weights are not available."""
+        """Run transformers' forward with the keys of the call. Attention weights are not available."""
         refuse_attention_weights(self, output_attentions)
         if (input_ids is None) != (inputs_embeds is None):
-            if attention_mask is not None and attention_mask.dim() != 2:
-                attention_mask = self._dense_mask(attention_mask, cache)
-            attention_mask = layer_mask(attention_mask, inputs_embeds if input_ids is None else input_ids)
+            batch, length, *_ = (tokens := inputs_embeds if input_ids is None else input_ids).shape
+            mask = None if attention_mask is None else attention_mask.to(tokens.device)
+            if mask is not None and mask.dim() == 4:
+                mask = mask == 0  # transformers hides every key whose mask is not 0
+            keys = keys_of_call(batch, length, tokens.device, attention_mask=mask, cache=cache)
+            attention_mask = KeysMask.of(self._with_positions(keys), {"batch_size": batch}, is_dense=False)
         return super().forward(  # pyright: ignore[reportAttributeAccessIssue]
             input_ids, cache, attention_mask, inputs_embeds, use_cache, output_attentions, *args, **kwargs
         )
+
+    def _with_positions(self, keys: Keys) -> Keys:
+        return keys
+
+    def build_alibi_tensor(self, *args: Any, **kwargs: Any) -> Any:
+        """Return None: the prior replaces the bias."""
+        return None
+
+    build_mpt_alibi_tensor = build_alibi_tensor
 
 
 class BloomModel(_Model, modeling_bloom.BloomModel):
     """BLOOM's stack of layers. ``attention_mask`` must be 2-D."""
 
-    def _dense_mask(self, mask: Tensor, cache: Cache | None) -> Tensor:
-        raise ValueError(f"attention_mask must have shape (batch, length), got {tuple(mask.shape)}")
-
-    def build_alibi_tensor(self, attention_mask: Tensor, num_heads: int, dtype: torch.dtype) -> Any:
-        """Return positions among non-padding tokens, ``(B, L)``, or None if slots give equal differences."""
-        tokens = attention_mask[:, 0, 0]
-        if tokens.shape[-1] == 0:
-            return None
-        positions = tokens.cumsum(-1) - 1
-        if not torch.compiler.is_compiling():
-            slots = torch.arange(tokens.shape[-1], device=tokens.device)
-            if not bool((tokens & (positions != slots - first_token(tokens))).any()):
-                return None
-        return positions
+    def _with_positions(self, keys: Keys) -> Keys:
+        """Count positions among non-padding tokens, as BLOOM does, unless slots give equal differences."""
+        if keys.forbidden is not None:
+            raise ValueError(f"attention_mask must have shape (batch, length), got {keys.forbidden.dim()} dimensions")
+        if keys.padding is None:
+            return keys
+        positions = (~keys.padding).cumsum(-1) - 1
+        differ = ~keys.padding & (positions != keys.positions_of_keys)
+        if not torch.compiler.is_compiling() and not bool(differ.any()):
+            return keys
+        return dataclasses.replace(keys, query_positions=keys.of_queries(positions), key_positions=positions)
 
 
 class MptModel(_Model, modeling_mpt.MptModel):
     """MPT's stack of layers."""
-
-    def _dense_mask(self, mask: Tensor, cache: Cache | None) -> Tensor:
-        if mask.dim() != 4:
-            return mask
-        visible = mask == 0  # transformers hides every key whose mask is not 0
-        if sees_the_future(~visible, Keys(mask.device, past_tokens(cache), mask.shape[-2], mask.shape[-1])):
-            raise ValueError(
-                "attention_mask lets queries see later keys, where transformers' ALiBi favours the last key of the "
-                "sequence, not the nearest; use a causal mask, or a mask of shape (batch, length)"
-            )
-        return visible
-
-    def build_mpt_alibi_tensor(self, *args: Any, **kwargs: Any) -> Any:
-        """Return None: the prior replaces the bias."""
-        return None
 
 
 class BloomAttention(modeling_bloom.BloomAttention):
@@ -113,24 +108,23 @@ class BloomAttention(modeling_bloom.BloomAttention):
         self,
         hidden_states: Tensor,
         residual: Tensor,
-        alibi: Tensor | None,
-        attention_mask: Tensor,
+        alibi: Any,
+        attention_mask: Any,
         layer_past: Cache | None = None,
         use_cache: bool = False,
         output_attentions: bool = False,
         **kwargs: Any,
     ) -> tuple[Tensor, Any]:
-        """Compute attention. ``alibi`` and ``attention_mask`` come from :class:`BloomModel`."""
+        """Compute attention. ``attention_mask`` comes from :class:`BloomModel`."""
         query, key, value = self._reshape(self.query_key_value(hidden_states))
         out = attend_with_cache(
             query,
             key,
             value,
             prior_for(self, query.device),
-            attention_mask,
+            attention_mask._keys,
             layer_past,
             self.layer_idx,
-            positions=alibi,
             dropout_p=self.attention_dropout.p if self.training else 0.0,
         )
         # With pretraining_tp and slow_but_exact, transformers sums this product in slices, which changes rounding only.
@@ -148,11 +142,10 @@ class MptAttention(modeling_mpt.MptAttention):
         hidden_states: Tensor,
         position_bias: Any,
         cache: Cache | None = None,
-        attention_mask: Tensor | None = None,
+        attention_mask: Any = None,
         **kwargs: Any,
     ) -> tuple[Tensor, Any]:
         """Compute attention. ``attention_mask`` comes from :class:`MptModel`."""
-        assert attention_mask is not None
         mixed = self.Wqkv(hidden_states)
         if self.clip_qkv:
             mixed = mixed.clamp(min=-self.clip_qkv, max=self.clip_qkv)
@@ -164,7 +157,7 @@ class MptAttention(modeling_mpt.MptAttention):
             key,
             value,
             prior_for(self, query.device),
-            attention_mask,
+            attention_mask._keys,
             cache,
             self.layer_idx,
             softmax_scale=self.softmax_scale,

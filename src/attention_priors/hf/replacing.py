@@ -16,7 +16,7 @@ from transformers.cache_utils import Cache
 from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
 
 from attention_priors.attention import attend
-from attention_priors.models.masks import keys_of_layer, past_tokens
+from attention_priors.models.masks import Keys
 from attention_priors.priors import Prior
 
 
@@ -86,11 +86,10 @@ def attend_with_cache(
     key: Tensor,
     value: Tensor,
     prior: Prior,
-    mask: Tensor,
+    keys: Keys,
     cache: Cache | None,
     layer: int | None,
     *,
-    positions: Tensor | None = None,
     softmax_scale: float | None = None,
     dropout_p: float = 0.0,
 ) -> Tensor:
@@ -101,20 +100,17 @@ def attend_with_cache(
         key: keys in the shape of ``query``.
         value: values in the shape of ``query``.
         prior: prior over distance.
-        mask: mask as for :func:`keys_of_layer`. It covers all tokens so far.
+        keys: all keys so far, with those of the new tokens.
         cache: cache of the previous tokens, or None.
         layer: index of this layer in the cache. Required with a cache.
-        positions: as for :func:`keys_of_layer`.
         softmax_scale: as for :func:`attend`.
         dropout_p: as for :func:`attend`.
 
     Returns:
         Output, ``(B, L, H · D)``.
     """
-    past = past_tokens(cache, layer)
     if cache is not None:
         assert layer is not None
         key, value = cache.update(key, value, layer)
-    keys = keys_of_layer(mask, query, key, past, positions=positions)
     options = keys.options(prior) | {"softmax_scale": softmax_scale, "dropout_p": dropout_p}
     return attend(query, *keys.trim(key, value), prior, **options).transpose(1, 2).flatten(-2)

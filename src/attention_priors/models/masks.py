@@ -7,8 +7,8 @@ The library receives masks in three ways. :class:`Keys` is the result of each.
 - Other models call a mask function once per forward pass, with every offset and rule. Attention layers receive its
   result alone. So this package's mask function returns a tensor without memory that holds the :class:`Keys`
   (:class:`KeysMask`).
-- BLOOM and MPT pass 4-D masks to their layers unchanged. Padding travels in such a mask (:func:`layer_mask`,
-  :func:`keys_of_layer`).
+- BLOOM and MPT pass 4-D masks to their layers unchanged. They get a :class:`KeysMask` with the result of
+  :func:`keys_of_call`.
 """
 
 from __future__ import annotations
@@ -170,11 +170,6 @@ def is_absolute(prior: Prior | None) -> bool:
     return prior is not None and any(Structure.STATIONARY not in term.structure for term in prior.terms())
 
 
-def past_tokens(cache: Cache | None, layer: int | None = 0) -> int | Tensor:
-    """Return the number of cached tokens; a tensor in compiled code with a static cache."""
-    return 0 if cache is None else _now(cache.get_seq_length(layer or 0))
-
-
 def _now(offset: int | Tensor) -> int | Tensor:
     """Return the current value of an offset, which a static cache will increment in place.
 
@@ -200,12 +195,7 @@ def _padding(tokens: Tensor, key_offset: int | Tensor, num_keys: int) -> tuple[T
     """
     slots = torch.arange(num_keys, device=tokens.device) + key_offset
     known = slots < tokens.shape[1]
-    return ~(tokens[:, slots.clamp(max=tokens.shape[1] - 1)] & known), first_token(tokens)
-
-
-def first_token(tokens: Tensor) -> Tensor:
-    """Return the slot of each row's first real token, ``(B, 1)``."""
-    return tokens.int().argmax(-1, keepdim=True)
+    return ~(tokens[:, slots.clamp(max=tokens.shape[1] - 1)] & known), tokens.int().argmax(-1, keepdim=True)
 
 
 def forbidden_by(mask: Tensor) -> Tensor:
@@ -266,7 +256,7 @@ def keys_of_call(
     Raises:
         ValueError: an argument has a wrong shape or value. The message names it, and what was expected.
     """
-    past = past_tokens(cache)
+    past = 0 if cache is None else _now(cache.get_seq_length())
     slots = length if cache is None else cache.get_mask_sizes(length, 0)[0]
     # A compiled model with a static cache cannot know how many slots are filled.
     num_keys = slots if isinstance(past, Tensor) else past + length
@@ -381,72 +371,6 @@ def _require_own_positions(keys: Keys, position_ids: Tensor, batch: int) -> None
         raise ValueError(message)
 
 
-# ---- masks of layers
-
-
-def layer_mask(attention_mask: Tensor | None, embeddings: Tensor) -> Tensor:
-    """Return the padding mask in a form that transformers models pass to their layers unchanged.
-
-    The models expand any other mask to a dense matrix of queries and keys.
-
-    Args:
-        attention_mask: ``(B, L)``, non-zero for tokens; or None; or a 4-D mask, which is returned unchanged.
-        embeddings: token ids or embeddings ``(B, ...)``, for the batch size and the device.
-
-    Returns:
-        Boolean mask ``(B, 1, 1, L)``, True for tokens; ``(1, 1, 1, 0)`` without padding.
-    """
-    device = embeddings.device
-    if attention_mask is None:
-        return torch.ones(1, 1, 1, 0, dtype=torch.bool, device=device)
-    if attention_mask.dim() == 4:
-        return attention_mask.to(device)
-    if attention_mask.dim() != 2 or len(attention_mask) != len(embeddings):
-        raise ValueError(
-            f"attention_mask must have shape ({len(embeddings)}, length), 1 for tokens and 0 for padding, got "
-            f"{tuple(attention_mask.shape)}"
-        )
-    tokens = attention_mask.to(device) != 0
-    if _is_whole(tokens):
-        tokens = tokens[:1, :0]
-    return tokens[:, None, None]
-
-
-def keys_of_layer(
-    mask: Tensor, query: Tensor, key: Tensor, past: int | Tensor, *, positions: Tensor | None = None
-) -> Keys:
-    """Return the keys of one layer, from the mask that its model passes to it.
-
-    Args:
-        mask: mask from :func:`layer_mask`, of all tokens so far. Or a mask ``(B, 1 or H, L, Lk)``, boolean (True =
-            visible) or added to the logits.
-        query: queries. ``(B, H, L, D)``.
-        key: keys, cached ones included. ``(B, H, Lk, D)``.
-        past: number of previous tokens.
-        positions: ``(B, tokens so far)``. By default slots, which are equivalent for any prior over distances.
-
-    Raises:
-        ValueError: the mask covers fewer tokens than there are keys.
-    """
-    batch, length, device = len(query), query.shape[2], query.device
-    num_keys = key.shape[2] if isinstance(past, Tensor) else past + length
-    keys = Keys(device, past, length, num_keys)
-    if mask.dtype != torch.bool or mask.shape[1:3] != (1, 1):
-        keys = replace(keys, forbidden=forbidden_by(mask[..., :num_keys]))
-    elif mask.shape[-1]:
-        if keys.end is not None and mask.shape[-1] < num_keys:
-            raise ValueError(
-                f"attention_mask covers {mask.shape[-1]} tokens, expected {num_keys} with those in the cache"
-            )
-        padding, start = _padding(mask[:, 0, 0].expand(batch, -1), 0, num_keys)
-        keys = replace(keys, padding=padding, start=start)
-    if positions is None:
-        return keys
-    positions = pad(positions[:, :num_keys], (0, max(0, num_keys - positions.shape[1])))
-    slots = torch.arange(length, device=device) + past
-    return replace(keys, query_positions=positions[:, slots], key_positions=positions)
-
-
 # ---- masks of transformers' mask functions
 
 
@@ -502,7 +426,9 @@ class KeysMask(Tensor):
     ) -> KeysMask:
         """Return a mask that holds ``keys``."""
         one = torch.zeros(1, dtype=torch.bool, device=keys.device)
-        mask = one.expand(arguments["batch_size"], 1, keys.num_queries, keys.num_keys).as_subclass(cls)
+        mask: Any = one.expand(arguments["batch_size"], 1, keys.num_queries, keys.num_keys)
+        # Export cannot trace tensor subclasses, so a plain tensor holds the keys there.
+        mask = mask if torch.compiler.is_exporting() else mask.as_subclass(cls)
         mask._keys, mask.arguments, mask.is_dense = keys, arguments, is_dense
         mask.notes = {} if notes is None else notes
         return mask
@@ -538,7 +464,7 @@ class KeysMask(Tensor):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         mask = args[0] if args and isinstance(args[0], KeysMask) else None
-        if mask is not None and func in _SAME:
+        if mask is not None and (func in _SAME or (func is Tensor.to and args[1:] == (torch.bool,))):
             return cls.of(mask._keys, mask.arguments, mask.is_dense, mask.notes)
         if mask is not None and func is Tensor.to:
             device = torch._C._nn._parse_to(*args[1:], **kwargs)[0]  # pyright: ignore[reportAttributeAccessIssue]
