@@ -6,7 +6,6 @@ import importlib
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Annotated, Any, TypeGuard, TypeVar, get_args, get_origin
 
@@ -154,7 +153,7 @@ def explain(error: ValidationError, model: type[BaseModel]) -> str:
             continue  # pydantic counts entries after it has dropped invalid entries
         # Names of types in the location are not keys.
         key = ".".join(str(part) for part in place if part not in _KINDS)
-        if mistake["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
+        if mistake["type"] == "extra_forbidden":
             allowed = ", ".join(_fields_at(model, mistake["loc"][:-1]))
             lines.append(f"{key}: unknown key (value {mistake['input']!r}); allowed here are {allowed}")
         elif mistake["type"] == "missing":
@@ -175,12 +174,12 @@ def _fields_at(model: type[BaseModel], location: tuple[int | str, ...]) -> list[
             continue  # an index of a list; `_section` has already unwrapped the list
         # In a mapping, the part is the user's name for an entry, such as a scheme.
         current = _section(current.model_fields[part].annotation if _is_model(current) else get_args(current)[-1])
-    return list(current.model_fields) if _is_model(current) else [field.name for field in fields(current)]
+    return list(current.model_fields)
 
 
 def _section(annotation: Any) -> Any:
-    """Return the part of an annotation that is a model, a dataclass or a mapping; None if there is none."""
-    if _is_model(annotation) or is_dataclass(annotation) or get_origin(annotation) is dict:
+    """Return the part of an annotation that is a model or a mapping; None if there is none."""
+    if _is_model(annotation) or get_origin(annotation) is dict:
         return annotation
     found = (_section(part) for part in get_args(annotation))
     return next((part for part in found if part is not None), None)

@@ -22,8 +22,8 @@ from attention_priors.lab.intervals import mean_interval, wilson_interval
 from attention_priors.lab.report import evaluation_results, write_evaluation_figures
 from attention_priors.lab.tasks import TASKS, CopyMixture, CopyMixtureRows, EvaluationPlan, Subject
 from attention_priors.lab.tasks.copying import copying_rows
+from attention_priors.lab.tasks.generation import token_losses
 from attention_priors.lab.tasks.passkey import PasskeyRetrieval
-from attention_priors.lab.tasks.perplexity import token_losses
 from thoroughness import DEEP, every_other_deep
 from written_pages import ROOT
 
@@ -280,7 +280,7 @@ def test_length_dependent_positions_need_one_pass(kind: str, plan: Any, tmp_path
 
     # Earlier texts do not matter. Chunks match while frequencies are those of the first length.
     for length, chunk in ((260, 260), (200, 200), (128, 50)):
-        found = token_losses(subject.model, text[:length], chunk=chunk)
+        (found,) = token_losses(subject.model, text[None, :length], chunk=chunk)
         torch.testing.assert_close(found, once(length), atol=1e-4, rtol=1e-4)
     evaluate(subject, asked, tmp_path / "out", chunk=264)
 
@@ -405,8 +405,8 @@ def test_copying_loss_is_measured_by_kind(tmp_path: Path):
     # The loss by position covers the beginnings of rows.
     assert totals(found, "perplexity", "length", "documents", "tokens") == [(12, 8, 88), (24, 8, 184)]
     rows = CopyMixtureRows(mixture, context_length=24, num_rows=8, seed=-1)
-    losses = [token_losses(subject.model, rows.sample(index).tokens, chunk=24) for index in range(8)]
-    means = [float(torch.stack(losses)[:, :11].mean()), float(torch.stack(losses).mean())]
+    losses = token_losses(subject.model, torch.stack([rows.sample(index).tokens for index in range(8)]), chunk=24)
+    means = [float(losses[:, :11].mean()), float(losses.mean())]
     assert totals(found, "perplexity", "nll") == pytest.approx(means, rel=1e-5)
     with pytest.raises(ValueError, match="model 'copier' has no tokenizer: expected a model of text"):
         evaluate(subject, EvaluationPlan(tasks=("passkey",), lengths=(200,)), tmp_path / "new")
@@ -446,7 +446,7 @@ def test_losses_that_are_not_finite_are_recorded(
 
     def overflowed(model: Any, tokens: Any, **options: Any) -> Any:
         losses = token_losses(model, tokens, **options)
-        losses[100] = torch.inf
+        losses[:, 100] = torch.inf
         return losses
 
     monkeypatch.setattr("attention_priors.lab.tasks.perplexity.token_losses", overflowed)

@@ -7,7 +7,8 @@ from hypothesis import strategies as st
 from known_models import SCHEMES, random_text, tiny_decoder
 from torch.nn.functional import cross_entropy
 
-from attention_priors.lab.tasks.perplexity import binned, position_bins, token_losses
+from attention_priors.lab.tasks.generation import token_losses
+from attention_priors.lab.tasks.perplexity import binned, position_bins
 
 
 @given(length=st.integers(2, 5000))
@@ -32,7 +33,7 @@ def test_losses_are_cross_entropies_for_any_chunk(name: str):
     expected = cross_entropy(logits, text[1:], reduction="none")
     for chunk in (1, 6, 100):
         read: list[int] = []
-        losses = token_losses(model, text, chunk=chunk, on_tokens=read.append)
+        (losses,) = token_losses(model, text[None], chunk=chunk, on_tokens=read.append)
         torch.testing.assert_close(losses, expected, rtol=1e-4, atol=1e-6)
         assert read == [*range(chunk, 21, chunk), 21]
     # The token at position p is predicted from the tokens before it.

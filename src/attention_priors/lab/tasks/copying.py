@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
 import torch
-from pydantic import ConfigDict
+from pydantic import Field, model_validator
 from torch import Tensor
-from torch.nn.functional import cross_entropy
 from torch.utils.data import Dataset
 from transformers import PreTrainedModel
 
 from attention_priors.lab.data.packing import packed_row, row_seed
-from attention_priors.lab.tasks.generation import chunked_logits
+from attention_priors.lab.strict_yaml import Strict
+from attention_priors.lab.tasks.generation import token_losses
 from attention_priors.lab.tasks.task import OnShare, Record, Setting, Task, Unit
 
 HELD_OUT_SEED = -1
@@ -36,8 +35,7 @@ class CopySample(NamedTuple):
     """Kind of each token as an index into :data:`COPY_KINDS`, int64 ``(L,)``. The first token is noise."""
 
 
-@dataclass(frozen=True)
-class CopyMixture:
+class CopyMixture(Strict):
     """Independent mixture of three kinds of tokens: copy of the first, copy of the token ``lag`` before, uniform noise.
 
     ``P(x_i = v | x_<i) = first · 1[v = x_0] + previous · 1[v = x_{i - lag}] + noise / V``. Before position ``lag``, the
@@ -48,36 +46,26 @@ class CopyMixture:
     strategy is to attend to" ``j = 0`` or ``j = i - 1``. Both statements hold if "previous" is relative to the query,
     which is ``lag = 2``, the default. With ``lag = 1``, a token copies the query's own token, which needs no attention.
     The paper states neither the shares nor the sizes; the defaults here are equal shares and 64 tokens.
-
-    Raises:
-        ValueError: an argument is outside its range.
     """
 
-    __pydantic_config__ = ConfigDict(extra="forbid", use_attribute_docstrings=True)
-
-    vocabulary_size: int = 64
-    """Number of different tokens, ``V``; at least 2."""
-    first: float = 1 / 3
+    vocabulary_size: int = Field(default=64, ge=2)
+    """Number of different tokens, ``V``."""
+    first: float = Field(default=1 / 3, ge=0, lt=1)
     """Share of tokens that copy the first token."""
-    previous: float = 1 / 3
+    previous: float = Field(default=1 / 3, ge=0, lt=1)
     """Share of tokens that copy the token ``lag`` before. The rest is noise. It must be above 0, because without noise
     every token equals the first."""
-    lag: int = 2
-    """Distance of the copied token, at least 1."""
+    lag: int = Field(default=2, ge=1)
+    """Distance of the copied token."""
 
-    def __post_init__(self) -> None:
-        if self.vocabulary_size < 2:
-            raise ValueError(f"vocabulary_size must be at least 2; it is {self.vocabulary_size}")
-        if self.lag < 1:
-            raise ValueError(f"lag must be at least 1 token; it is {self.lag}")
-        for name, share in (("first", self.first), ("previous", self.previous)):
-            if not 0 <= share < 1:
-                raise ValueError(f"{name} must be a share from 0 to below 1; it is {share}")
+    @model_validator(mode="after")
+    def _leaves_room_for_noise(self) -> CopyMixture:
         if self.first + self.previous >= 1:
             raise ValueError(
                 f"first and previous must sum to less than 1, to leave room for noise; they are {self.first} and "
                 f"{self.previous}"
             )
+        return self
 
     @property
     def shares(self) -> dict[str, float]:
@@ -213,57 +201,35 @@ def copying_rows(
     Args:
         model: causal language model in evaluation mode.
         task: task of the rows.
-        samples: rows of one length.
+        samples: rows of one length; at least one.
         chunk: tokens of a row per forward pass.
         on_rows: called with the number of finished rows.
-
-    Raises:
-        ValueError: ``samples`` is empty, or its rows differ in length.
     """
-    lengths = {len(sample.tokens) for sample in samples}
-    if len(lengths) != 1:
-        raise ValueError(f"samples must be rows of one length, got the lengths {sorted(lengths)}")
-    (length,) = lengths
+    tokens, kinds = map(torch.stack, zip(*samples, strict=True))
+    length = tokens.shape[1]
     together = max(1, TOKENS_AT_A_TIME // length)
     sums = torch.zeros(len(COPY_KINDS), 3, dtype=torch.float64)  # losses of model and optimum, number of tokens
-    for start in range(0, len(samples), together):
-        part = samples[start : start + together]
-        tokens = torch.stack([sample.tokens for sample in part])
-        kinds = torch.stack([sample.kinds for sample in part])[:, 1:].flatten()
-        losses = _losses(model, tokens, chunk)
-        values = torch.stack([losses, task.optimal_token_losses(tokens), torch.ones_like(losses)], -1)
-        sums.index_add_(0, kinds, values.flatten(0, 1))
-        on_rows(start + len(part))
+    done = 0
+    for part, part_kinds in zip(tokens.split(together), kinds[:, 1:].split(together), strict=True):
+        losses = token_losses(model, part, chunk=chunk)
+        values = torch.stack([losses, task.optimal_token_losses(part), torch.ones_like(losses)], -1)
+        sums.index_add_(0, part_kinds.flatten(), values.flatten(0, 1))
+        done += len(part)
+        on_rows(done)
     expected = task.optimal_losses(length)
-    rows: list[dict[str, Any]] = []
-    for kind, (loss, optimal, count) in zip(
-        (*COPY_KINDS, "all"), torch.cat([sums, sums.sum(0, keepdim=True)]).tolist(), strict=True
-    ):
-        if count:
-            rows.append(
-                {
-                    "length": length,
-                    "kind": kind,
-                    "nll": loss / count,
-                    "optimal_nll": optimal / count,
-                    "expected_nll": expected[kind],
-                    "tokens": int(count),
-                }
-            )
-    return rows
-
-
-def _losses(model: PreTrainedModel, tokens: Tensor, chunk: int) -> Tensor:
-    """Return the loss of each token but the first, ``(B, L - 1)`` in float64."""
-    places = tokens.shape[1] - 1
-    parts = []
-    start = 0
-    for logits in chunked_logits(model, tokens[:, :-1], chunk=chunk, keep=places):
-        stop = start + logits.shape[1]
-        targets = tokens[:, start + 1 : stop + 1].to(logits.device)
-        parts.append(cross_entropy(logits.float().transpose(1, 2), targets, reduction="none").double().cpu())
-        start = stop
-    return torch.cat(parts, 1)
+    found = zip((*COPY_KINDS, "all"), torch.cat([sums, sums.sum(0, keepdim=True)]).tolist(), strict=True)
+    return [
+        {
+            "length": length,
+            "kind": kind,
+            "nll": loss / count,
+            "optimal_nll": optimal / count,
+            "expected_nll": expected[kind],
+            "tokens": int(count),
+        }
+        for kind, (loss, optimal, count) in found
+        if count
+    ]
 
 
 class Copying(Task):
@@ -277,7 +243,7 @@ class Copying(Task):
 
     def identity(self) -> dict[str, Any]:
         """Return everything that determines the rows."""
-        return {"mixture": asdict(self._mixture), "tokens": self.plan.tokens}
+        return {"mixture": self._mixture.model_dump(), "tokens": self.plan.tokens}
 
     def groups(self, length: int) -> Iterator[Sequence[Unit]]:
         """Yield all rows of a length in one group."""

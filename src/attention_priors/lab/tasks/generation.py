@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 
 import torch
 from torch import Tensor
+from torch.nn.functional import cross_entropy
 from transformers import DynamicCache, PreTrainedModel
 
 from attention_priors.hf.loading import check_chunk, has_growing_frequencies
@@ -55,6 +56,25 @@ def chunked_logits(
         if kept:
             yield out.logits
         start = stop
+
+
+def token_losses(
+    model: PreTrainedModel, tokens: Tensor, *, chunk: int, on_tokens: Callable[[int], None] = lambda count: None
+) -> Tensor:
+    """Return the negative log-likelihood of each token but the first, in nats, float64 ``(B, L - 1)``.
+
+    Args:
+        model: causal language model in evaluation mode.
+        tokens: ``(B, L)``, at least two tokens. All texts have the same length.
+        chunk: tokens per forward pass.
+        on_tokens: called with the number of tokens of each text read so far.
+    """
+    chunks = chunked_logits(model, tokens[:, :-1], chunk=chunk, keep=tokens.shape[1], on_tokens=on_tokens)
+    losses = []
+    for logits, targets in zip(chunks, tokens[:, 1:].split(chunk, 1), strict=True):
+        flat = logits.flatten(0, 1).float(), targets.flatten().to(logits.device)
+        losses.append(cross_entropy(*flat, reduction="none").view(targets.shape).double().cpu())
+    return torch.cat(losses, 1)
 
 
 @torch.no_grad()

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import cross_entropy
-from transformers import PreTrainedModel
 
 from attention_priors.lab.tasks.copying import HELD_OUT_SEED, CopyMixtureRows
-from attention_priors.lab.tasks.generation import chunked_logits
+from attention_priors.lab.tasks.generation import token_losses
 from attention_priors.lab.tasks.task import OnShare, Record, Task, Unit, tokens_as_share
 
 
@@ -23,27 +20,6 @@ def position_bins(length: int) -> list[tuple[int, int]]:
     Position 0 is left out, because nothing precedes it.
     """
     return [(2**k, min(2 ** (k + 1), length) - 1) for k in range((length - 1).bit_length()) if 2**k < length]
-
-
-def token_losses(
-    model: PreTrainedModel, tokens: Tensor, *, chunk: int, on_tokens: Callable[[int], None] = lambda count: None
-) -> Tensor:
-    """Return the negative log-likelihood of each token but the first, in nats, float64 ``(L - 1,)``.
-
-    Args:
-        model: causal language model in evaluation mode.
-        tokens: tokens of one text, ``(L,)``.
-        chunk: tokens per forward pass.
-        on_tokens: called with the number of tokens read so far.
-    """
-    losses = torch.zeros(len(tokens) - 1, dtype=torch.float64)
-    start = 0
-    for logits in chunked_logits(model, tokens[None, :-1], chunk=chunk, keep=len(tokens) - 1, on_tokens=on_tokens):
-        stop = start + logits.shape[1]
-        targets = tokens[start + 1 : stop + 1].to(logits.device)
-        losses[start:stop] = cross_entropy(logits[0].float(), targets, reduction="none").double().cpu()
-        start = stop
-    return losses
 
 
 def binned(losses: Tensor) -> list[tuple[int, int, float]]:
@@ -67,7 +43,7 @@ class Perplexity(Task):
     def identity(self) -> dict[str, Any]:
         """Return everything that determines the texts."""
         mixture = self.subject.mixture
-        return self.texts.corpus.description() if mixture is None else {"mixture": asdict(mixture)}
+        return self.texts.corpus.description() if mixture is None else {"mixture": mixture.model_dump()}
 
     @cached_property
     def _documents(self) -> list[tuple[str, Tensor]]:
@@ -111,5 +87,6 @@ class Perplexity(Task):
         """Return the summed losses in each range of positions, from :func:`binned`."""
         (unit,) = units
         on_tokens = tokens_as_share(on_share, unit.size)
-        losses = token_losses(self.subject.model, unit.content, chunk=self.setting.chunk, on_tokens=on_tokens)
+        text = unit.content[None]
+        (losses,) = token_losses(self.subject.model, text, chunk=self.setting.chunk, on_tokens=on_tokens)
         return [{"losses": [list(entry) for entry in binned(losses)]}]
