@@ -378,8 +378,11 @@ def test_extensions_are_inherited_key_by_key_and_positions_whole():
     assert found["a"].training is not None
     assert (found["a"].training.tokens, found["a"].training.steps) == (900, None)
     assert list(recipe.extensions_of(BAM)) == ["a", "b", "c"]
-    with_names = _recipe({f"schemes.{BAM}.extensions": {"prior": {"context_length": 300}}})
-    assert list(with_names.extensions_of(BAM)) == ["prior"]
+    ways = {"prior": {"context_length": 300, "null_logit": {"name": "null_key"}}}
+    own = {"prior": {"steps": 5, "null_logit": "null_key"}}
+    recipe = _recipe({f"schemes.{BAM}.extensions": ways, "schemes.child": {"extends": BAM, "extensions": own}})
+    (found,) = recipe.extensions_of("child").values()
+    assert (found.way, found.context_length, found.positions.null_logit) == ("prior", 300, "null_key")
 
 
 def test_a_sweep_reaches_into_extensions():

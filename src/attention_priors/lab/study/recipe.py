@@ -405,7 +405,6 @@ class Recipe(Strict):
         )
         # Validate training settings even without training, because a sweep may vary the number of steps from 0.
         stated = overlaid(positions | settings, own | ({"steps": 1} if untrained else {}))
-        stated |= {key: own[key] for key in POSITION_FIELDS if key in own}
         checked = validated(stated, ExtensionSettings, place)
         training = MixtureSettings(**checked.model_dump(include=set(MixtureSettings.model_fields)))
         return ModelPlan(

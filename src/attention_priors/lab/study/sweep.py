@@ -7,17 +7,24 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 from pydantic import Field, ValidationError, field_validator
 
 from attention_priors.lab.strict_yaml import Strict, validated
+from attention_priors.lab.train import PositionSettings
 
-SECTIONS = ("training", "model", "evaluation", "extensions", "axes")
-"""Keys of a scheme that are inherited key by key; all other keys are inherited whole."""
+SECTIONS = ("training", "model", "evaluation", "extensions")
+"""Sections of a scheme that an axis can change."""
 
-POSITIONS = ("prior", "share_prior", "encoding", "logit_scale")
+POSITIONS = tuple(PositionSettings.model_fields)
+
+WHOLE = (*POSITIONS, "attach", "rope_parameters")
+"""Keys whose mappings are inherited whole; all other mappings are inherited key by key."""
+
+NAMED = ("extensions", "plans")
+"""Keys of mappings from names, which may equal keys of settings."""
 
 SCHEME_AXIS = "scheme"
 """Axis of the schemes that a sweep multiplies; its values are scheme names."""
@@ -136,33 +143,16 @@ def _inherited(schemes: Mapping[str, Content], name: str) -> Content:
         line.append(parent)
     made: Content = {}
     for ancestor in reversed(line):
-        own = {key: value for key, value in schemes[ancestor].items() if key != "extends"}
-        sections = {key: _section(key, made.get(key), own[key]) for key in SECTIONS if key in own}
-        made = made | own | sections
+        made = overlaid(made, {key: value for key, value in schemes[ancestor].items() if key != "extends"})
     return copy.deepcopy(made)
-
-
-def _section(key: str, inherited: Any, own: Any) -> Any:
-    """Return a section of a scheme merged with the inherited section."""
-    if key != "extensions" or not isinstance(inherited, dict) or not isinstance(own, dict):
-        return overlaid(inherited, own)
-    return inherited | {way: _extension(inherited.get(way), settings) for way, settings in own.items()}
-
-
-def _extension(inherited: Any, own: Any) -> Any:
-    """Return an extension merged with the inherited one, key by key; positional settings are replaced whole."""
-    if not isinstance(inherited, dict) or not isinstance(own, dict):
-        return own
-    positions = {key: own[key] for key in POSITIONS if key in own}
-    return overlaid(inherited, {key: value for key, value in own.items() if key not in positions}) | positions
 
 
 ALTERNATIVES = (("steps", "tokens"), ("batch_size", "tokens_per_step"))
 """Pairs of settings of which one replaces the other."""
 
 
-def overlaid(inherited: Any, own: Any) -> Any:
-    """Merge a section with the inherited section, key by key; an alternative setting replaces its counterpart."""
+def overlaid(inherited: Any, own: Any, whole: Sequence[str] = WHOLE) -> Any:
+    """Merge settings with the inherited settings, key by key; an alternative setting replaces its counterpart."""
     if not isinstance(inherited, dict) or not isinstance(own, dict):
         return own
     replaced = {
@@ -172,7 +162,10 @@ def overlaid(inherited: Any, own: Any) -> Any:
         if own.get(one) is not None and own.get(other) is None
     }
     kept = {key: value for key, value in inherited.items() if key not in replaced}
-    return kept | {key: overlaid(kept.get(key), value) for key, value in own.items()}
+    return kept | {
+        key: value if key in whole else overlaid(kept.get(key), value, () if key in NAMED else WHOLE)
+        for key, value in own.items()
+    }
 
 
 S = TypeVar("S", bound=Strict)
@@ -266,33 +259,24 @@ def _at(scheme: Content, name: str, point: Point) -> Content:
 
 def _set(scheme: Content, setting: str, content: Any) -> None:
     first, *rest = setting.split(".")
-    allowed = (*POSITIONS, *(section for section in SECTIONS if section != "axes"))
-    if first not in allowed:
-        raise ValueError(f"a setting must begin with one of {', '.join(allowed)}")
-    if first in POSITIONS:
-        _set_position(scheme, first, rest, content)
-    elif first == "extensions" and rest[1:2] and rest[1] in POSITIONS:
-        way, position, *inner = rest
-        ways = scheme.get(first) or {}
-        extension = dict(ways.get(way) or {})
-        _set_position(extension, position, inner, content)
-        scheme[first] = ways | {way: extension}
-    else:
+    target = scheme
+    if first == "extensions" and rest[1:2] and rest[1] in POSITIONS:
+        way, first, *rest = rest
+        ways = scheme["extensions"] = scheme.get("extensions") or {}
+        target = ways[way] = dict(ways.get(way) or {})  # YAML aliases share one mapping
+    if first in SECTIONS:
         for key in reversed(rest):
             content = {key: content}
-        scheme[first] = _section(first, scheme.get(first) or {}, content)
-
-
-def _set_position(target: Content, position: str, rest: list[str], content: Any) -> None:
-    """Change a positional setting of a scheme or of one of its extensions."""
-    if not rest:
-        target[position] = content
-        return
-    described = target.get(position)
-    if isinstance(described, str):
-        described = {"name": described}
-    if isinstance(described, list):
-        raise ValueError(f"its {position} is a sum; use complete values of {position} on the axis")
-    if not isinstance(described, dict) or len(rest) > 1:
-        raise ValueError(f"it has no setting {position}.{'.'.join(rest)}")
-    target[position] = described | {rest[0]: content}
+        content = overlaid(target.get(first) or {}, content)
+    elif first not in POSITIONS:
+        raise ValueError(f"a setting must begin with one of {', '.join((*POSITIONS, *SECTIONS))}")
+    elif rest:
+        described = target.get(first)
+        if isinstance(described, str):
+            described = {"name": described}
+        if isinstance(described, list):
+            raise ValueError(f"its {first} is a list; use complete values of {first} on the axis")
+        if not isinstance(described, dict) or len(rest) > 1:
+            raise ValueError(f"it has no setting {first}.{'.'.join(rest)}")
+        content = described | {rest[0]: content}
+    target[first] = content
