@@ -90,6 +90,8 @@ def test_every_task_is_evaluated(kind: str, subjects: dict[str, Subject], plan: 
     assert totals(summary, "needle_weight", "layer", "head") == heads
     assert {what for what, _, _ in told} == set(OF_TEXT)
     assert all(0 <= done <= total * (1 + 1e-9) for _, done, total in told)
+    of_text = [done / total for what, done, total in told if what == "perplexity"][: 600 // 128 + 1]
+    assert of_text == pytest.approx([(read / 600) ** 2 / 2 for read in (128, 256, 384, 512, 599)])
     identities = {line["run"]: line["identity"] for line in lines(tmp_path) if "identity" in line}
     assert [identity["task"] for identity in identities.values()] == OF_TEXT
     page = (ROOT / "docs/result-rows.md").read_text(encoding="utf-8")
@@ -355,7 +357,7 @@ def test_tasks_stop_after_consecutive_lengths_of_zero_accuracy(
     lengths = (180, 200, 230, 260, 300)
     scores: dict[int, int] = dict(zip(lengths, right, strict=False))
 
-    def ask(task: PasskeyRetrieval, length: int, units: Any, on_share: Any) -> list[dict[str, Any]]:
+    def ask(task: PasskeyRetrieval, length: int, units: Any) -> list[dict[str, Any]]:
         return [{"depth": 0.0, "score": scores[length] * (unit.key["depth_index"] == 0)} for unit in units]
 
     monkeypatch.setattr(PasskeyRetrieval, "ask", ask)

@@ -100,12 +100,6 @@ def test_forced_predictions_match_greedy_decoding(models: dict[str, Any], kind: 
         assert float(margins[text, place]) == pytest.approx(float(logits[text, place, true] - others.max()), abs=1e-4)
 
 
-def test_reading_is_reported(models: dict[str, Any]):
-    read: list[int] = []
-    continue_texts(models["llama"], _prompts(1), 2, chunk=16, on_tokens=read.append)
-    assert read == [16, 32, 39, 40]
-
-
 def test_seeds_of_questions_are_distinct_and_spread():
     places = [
         (seed, length, depth, trial)

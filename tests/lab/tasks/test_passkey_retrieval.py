@@ -41,7 +41,7 @@ def units(task: PasskeyRetrieval, length: int) -> list[Unit]:
 
 
 def ask(task: PasskeyRetrieval, length: int) -> list[dict[str, Any]]:
-    return [record for unit in units(task, length) for record in task.ask(length, [unit], lambda share: None)]
+    return [record for unit in units(task, length) for record in task.ask(length, [unit])]
 
 
 def whole(question: Question) -> Tensor:
@@ -72,7 +72,7 @@ def test_all_five_digits_must_be_right(make: Make, chunk: int):
     text, (key,) = whole(question), question.expected
 
     def record(*wrong: int) -> dict[str, Any]:
-        (found,) = make(Reciter(text, wrong), chunk=chunk).ask(200, [unit], lambda share: None)
+        (found,) = make(Reciter(text, wrong), chunk=chunk).ask(200, [unit])
         return found
 
     right = {"depth": 0.5, "tokens": 200, "score": 1.0, "output": key, "token_accuracy": 1.0}

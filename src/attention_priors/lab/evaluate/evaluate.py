@@ -6,12 +6,14 @@ import hashlib
 import json
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from attention_priors._io import append_json_line, writable_folder
 from attention_priors.hf.attach import number_of_rotary_positions
@@ -21,6 +23,7 @@ from attention_priors.lab.evaluate.summary import Summary, summarize
 from attention_priors.lab.machine import PeakMemory, memory_bytes, now, processor, versions
 from attention_priors.lab.output_folder import sole_writer
 from attention_priors.lab.tasks import EvaluationPlan, Setting, Subject, Task, make_task
+from attention_priors.lab.tasks.task import Unit
 from attention_priors.lab.tasks.timing import SOFTWARE
 
 FORMAT = 2
@@ -146,11 +149,9 @@ class _Session:
                 for group in of_length:
                     cost = sum(unit.cost for unit in group)
                     if any(unit.id not in found for unit in group):
-
-                        def on_share(share: float, done: float = done, cost: float = cost) -> None:
-                            self.observer.on_work(task.name, done + share * cost, total)
-
-                        for unit, answer in zip(group, task.ask(length, group, on_share), strict=True):
+                        with self._followed(task, group, done, total):
+                            answers = task.ask(length, group)
+                        for unit, answer in zip(group, answers, strict=True):
                             if unit.id not in found:
                                 line = {"run": run, "model": self.model, "task": task.name, "length": length}
                                 line |= unit.key | answer
@@ -162,6 +163,22 @@ class _Session:
             self.gathered += here
             right.append((length, any(line.get("score", 0) > 0 for line in here)))
         self.observer.on_work(task.name, total, total)
+
+    def _followed(
+        self, task: Task, units: Sequence[Unit], done: float, total: float
+    ) -> AbstractContextManager[RemovableHandle | None]:
+        """Report progress after each forward pass over the texts of a group."""
+        if not task.reads_texts:
+            return nullcontext()  # a hook would change the time of a pass
+        cost, tokens, read = sum(unit.cost for unit in units), sum(unit.size for unit in units), 0
+
+        def count(module: nn.Module, args: tuple[Tensor, ...], output: object) -> None:
+            nonlocal read
+            read += args[0].numel()
+            share = min(1.0, read / tokens) ** 2  # the time for a text grows with the square of its length
+            self.observer.on_work(task.name, done + share * cost, total)
+
+        return task.subject.model.register_forward_hook(count)
 
     def _begin(self, task: Task) -> str:
         """Return the ID of the task's run."""

@@ -6,7 +6,7 @@ import hashlib
 import json
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,7 +16,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from attention_priors.lab.data.genomes import BASES, NUCLEOTIDES, is_nucleotide_tokenizer
 from attention_priors.lab.tasks.generation import continue_texts, draw_among
 from attention_priors.lab.tasks.plan import COMPLETED
-from attention_priors.lab.tasks.task import OnShare, Record, Task, Unit, tokens_as_share
+from attention_priors.lab.tasks.task import Record, Task, Unit
 
 GC_WINDOW = 25
 """Window size in bases (GOAT, Figure 4c)."""
@@ -29,7 +29,6 @@ def complete(
     seeds: Sequence[int],
     *,
     chunk: int,
-    on_tokens: Callable[[int], None] = lambda count: None,
 ) -> list[str]:
     """Draw continuations of one prompt from the model's probabilities of A, C, G and T, at temperature 1.
 
@@ -39,7 +38,6 @@ def complete(
         prompt: Token ids, ``(L,)``. All seeds continue this prompt.
         seeds: One seed per continuation.
         chunk: Tokens per forward pass.
-        on_tokens: Called with the number of prompt tokens read so far.
 
     Returns:
         ``COMPLETED`` bases for each seed. Up to rounding, they do not depend on the other seeds.
@@ -48,8 +46,7 @@ def complete(
     bases = [vocabulary[base] for base in BASES]
     generators = [torch.Generator().manual_seed(seed) for seed in seeds]
     prompts = prompt.expand(len(seeds), -1)
-    draw = draw_among(bases, generators)
-    found = continue_texts(model, prompts, COMPLETED, draw, chunk=chunk, on_tokens=on_tokens)
+    found = continue_texts(model, prompts, COMPLETED, draw_among(bases, generators), chunk=chunk)
     return ["".join(BASES[bases.index(token)] for token in row) for row in found]
 
 
@@ -138,7 +135,7 @@ class GenomeCompletion(Task):
             for start in range(0, len(trials), self.setting.batch):
                 yield trials[start : start + self.setting.batch]
 
-    def ask(self, length: int, units: Sequence[Unit], on_share: OnShare) -> list[Record]:
+    def ask(self, length: int, units: Sequence[Unit]) -> list[Record]:
         """Return the continuations and the true continuation."""
         tokens, tokenizer = units[0].content, self.subject.tokenizer
         outputs = complete(
@@ -147,7 +144,6 @@ class GenomeCompletion(Task):
             tokens[:length],
             [completion_seed(self.plan.seed, length, unit.key["document"], unit.key["trial"]) for unit in units],
             chunk=self.setting.chunk,
-            on_tokens=tokens_as_share(on_share, length),
         )
         expected = str(tokenizer.decode(tokens[length:]))
         return [{"expected": expected, "continuation": output} for output in outputs]

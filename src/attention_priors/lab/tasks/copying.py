@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from attention_priors.lab.data.packing import packed_row, row_seed
 from attention_priors.lab.strict_yaml import Strict
 from attention_priors.lab.tasks.generation import token_losses
-from attention_priors.lab.tasks.task import OnShare, Record, Setting, Task, Unit
+from attention_priors.lab.tasks.task import Record, Setting, Task, Unit
 
 HELD_OUT_SEED = -1
 """Seed of test rows, which no training uses."""
@@ -187,12 +187,7 @@ TOKENS_AT_A_TIME = 16384
 
 
 def copying_rows(
-    model: PreTrainedModel,
-    task: CopyMixture,
-    samples: Sequence[CopySample],
-    *,
-    chunk: int,
-    on_rows: Callable[[int], None] = lambda count: None,
+    model: PreTrainedModel, task: CopyMixture, samples: Sequence[CopySample], *, chunk: int
 ) -> list[dict[str, Any]]:
     """Return the loss of every kind of token, and of all tokens, in rows of one length.
 
@@ -203,19 +198,15 @@ def copying_rows(
         task: task of the rows.
         samples: rows of one length; at least one.
         chunk: tokens of a row per forward pass.
-        on_rows: called with the number of finished rows.
     """
     tokens, kinds = map(torch.stack, zip(*samples, strict=True))
     length = tokens.shape[1]
     together = max(1, TOKENS_AT_A_TIME // length)
     sums = torch.zeros(len(COPY_KINDS), 3, dtype=torch.float64)  # losses of model and optimum, number of tokens
-    done = 0
     for part, part_kinds in zip(tokens.split(together), kinds[:, 1:].split(together), strict=True):
         losses = token_losses(model, part, chunk=chunk)
         values = torch.stack([losses, task.optimal_token_losses(part), torch.ones_like(losses)], -1)
         sums.index_add_(0, part_kinds.flatten(), values.flatten(0, 1))
-        done += len(part)
-        on_rows(done)
     expected = task.optimal_losses(length)
     found = zip((*COPY_KINDS, "all"), torch.cat([sums, sums.sum(0, keepdim=True)]).tolist(), strict=True)
     return [
@@ -247,19 +238,13 @@ class Copying(Task):
 
     def groups(self, length: int) -> Iterator[Sequence[Unit]]:
         """Yield all rows of a length in one group."""
-        yield [Unit({}, length, max(1, self.plan.tokens // length))]
+        count = max(1, self.plan.tokens // length)
+        yield [Unit({}, count * length, count)]
 
-    def ask(self, length: int, units: Sequence[Unit], on_share: OnShare) -> list[Record]:
+    def ask(self, length: int, units: Sequence[Unit]) -> list[Record]:
         """Return the losses of each kind."""
         (unit,) = units
         count = unit.content
         rows = CopyMixtureRows(self._mixture, context_length=length, num_rows=count, seed=HELD_OUT_SEED)
         samples = [rows.sample(index) for index in range(count)]
-        found = copying_rows(
-            self.subject.model,
-            self._mixture,
-            samples,
-            chunk=self.setting.chunk,
-            on_rows=lambda done: on_share(done / count),
-        )
-        return [{"kinds": [dict(row) for row in found]}]
+        return [{"kinds": copying_rows(self.subject.model, self._mixture, samples, chunk=self.setting.chunk)}]

@@ -15,13 +15,7 @@ from attention_priors.hf.loading import check_chunk, has_growing_frequencies
 
 @torch.no_grad()
 def chunked_logits(
-    model: PreTrainedModel,
-    tokens: Tensor,
-    *,
-    chunk: int,
-    keep: int,
-    cache: DynamicCache | None = None,
-    on_tokens: Callable[[int], None] = lambda count: None,
+    model: PreTrainedModel, tokens: Tensor, *, chunk: int, keep: int, cache: DynamicCache | None = None
 ) -> Iterator[Tensor]:
     """Yield the logits of the last ``keep`` positions of each text, chunk by chunk.
 
@@ -31,7 +25,6 @@ def chunked_logits(
         chunk: tokens per forward pass.
         keep: number of last positions with logits. Other positions only fill the cache.
         cache: empty cache to fill; by default a new cache.
-        on_tokens: Called with the number of tokens of each text read so far.
 
     Yields:
         Logits ``(B, n, vocabulary)``; the ``n`` sum to ``min(keep, L)``.
@@ -52,24 +45,20 @@ def chunked_logits(
         part = tokens[:, start:stop].to(model.device)
         kept = start >= first_kept
         out = model(part, cache=cache, use_cache=True, logits_to_keep=0 if kept else 1)
-        on_tokens(stop)
         if kept:
             yield out.logits
         start = stop
 
 
-def token_losses(
-    model: PreTrainedModel, tokens: Tensor, *, chunk: int, on_tokens: Callable[[int], None] = lambda count: None
-) -> Tensor:
+def token_losses(model: PreTrainedModel, tokens: Tensor, *, chunk: int) -> Tensor:
     """Return the negative log-likelihood of each token but the first, in nats, float64 ``(B, L - 1)``.
 
     Args:
         model: causal language model in evaluation mode.
         tokens: ``(B, L)``, at least two tokens. All texts have the same length.
         chunk: tokens per forward pass.
-        on_tokens: called with the number of tokens of each text read so far.
     """
-    chunks = chunked_logits(model, tokens[:, :-1], chunk=chunk, keep=tokens.shape[1], on_tokens=on_tokens)
+    chunks = chunked_logits(model, tokens[:, :-1], chunk=chunk, keep=tokens.shape[1])
     losses = []
     for logits, targets in zip(chunks, tokens[:, 1:].split(chunk, 1), strict=True):
         flat = logits.flatten(0, 1).float(), targets.flatten().to(logits.device)
@@ -79,12 +68,7 @@ def token_losses(
 
 @torch.no_grad()
 def forced_predictions(
-    model: PreTrainedModel,
-    prompts: Tensor,
-    answers: Tensor,
-    *,
-    chunk: int,
-    on_tokens: Callable[[int], None] = lambda count: None,
+    model: PreTrainedModel, prompts: Tensor, answers: Tensor, *, chunk: int
 ) -> tuple[Tensor, Tensor]:
     """Predict each token of the answers, given the true answer tokens before it.
 
@@ -95,7 +79,6 @@ def forced_predictions(
         prompts: ``(B, L)``. Prompts have no padding.
         answers: ``(B, A)``.
         chunk: Tokens per forward pass.
-        on_tokens: Called with the number of tokens of each text read so far.
 
     Returns:
         The likeliest tokens ``(B, A)``, and the margins ``(B, A)``: the logit of the true token minus the largest logit
@@ -105,7 +88,7 @@ def forced_predictions(
         ValueError: the model gives logits that are not finite, for example because half precision overflows.
     """
     tokens = torch.cat([prompts, answers[:, :-1]], dim=1)
-    parts = chunked_logits(model, tokens, chunk=chunk, keep=answers.shape[1], on_tokens=on_tokens)
+    parts = chunked_logits(model, tokens, chunk=chunk, keep=answers.shape[1])
     logits = torch.cat([*parts], dim=1)
     true = answers[..., None].to(logits.device)
     margins = logits.gather(-1, true) - logits.scatter(-1, true, -math.inf).amax(-1, keepdim=True)
@@ -160,7 +143,6 @@ def continue_texts(
     *,
     chunk: int,
     stop: Collection[int] = (),
-    on_tokens: Callable[[int], None] = lambda count: None,
 ) -> list[list[int]]:
     """Return a continuation of each prompt, by default the greedy one.
 
@@ -171,13 +153,12 @@ def continue_texts(
         choose: Function that picks the next tokens. Maps logits ``(B, V)`` to token ids ``(B,)``.
         chunk: Tokens per forward pass.
         stop: End tokens. Not part of the continuations.
-        on_tokens: Called with the number of tokens of each text read so far.
 
     Raises:
         ValueError: the model gives logits that are not finite, for example because half precision overflows.
     """
     cache = DynamicCache(config=model.config)
-    (logits,) = chunked_logits(model, prompts, chunk=chunk, keep=1, cache=cache, on_tokens=on_tokens)
+    (logits,) = chunked_logits(model, prompts, chunk=chunk, keep=1, cache=cache)
     texts: list[list[int]] = [[] for _ in prompts]
     ended = [False] * len(prompts)
     for step in range(new_tokens):

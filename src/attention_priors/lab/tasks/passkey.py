@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -17,7 +17,7 @@ from attention_priors.lab.data.tokenizer import TokenStream, check_writes, digit
 from attention_priors.lab.tasks.generation import chunked_logits
 from attention_priors.lab.tasks.plan import LONGEST_KEY
 from attention_priors.lab.tasks.retrieval import Question, Retrieval
-from attention_priors.lab.tasks.task import OnShare, Record, Setting, Unit, tokens_as_share
+from attention_priors.lab.tasks.task import Record, Setting, Unit
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -342,14 +342,7 @@ class PasskeyRetrieval(Retrieval):
 
 
 @torch.no_grad()
-def needle_weights(
-    model: PreTrainedModel,
-    prompt: Tensor,
-    needle: tuple[int, int],
-    *,
-    chunk: int,
-    on_tokens: Callable[[int], None] = lambda count: None,
-) -> list[list[float]]:
+def needle_weights(model: PreTrainedModel, prompt: Tensor, needle: tuple[int, int], *, chunk: int) -> list[list[float]]:
     """Return the attention weight of a prompt's last token on the needle, ``Σ_{j in needle} p_Lj``.
 
     Args:
@@ -357,13 +350,12 @@ def needle_weights(
         prompt: token ids ``(L,)``. At least two.
         needle: indices of the needle's first token and of the token after the needle.
         chunk: tokens per forward pass.
-        on_tokens: Called with the number of prompt tokens read so far.
 
     Returns:
         One number from 0 to 1 for each head of each layer.
     """
     cache = DynamicCache(config=model.config)
-    for _ in chunked_logits(model, prompt[None, :-1], chunk=chunk, keep=1, cache=cache, on_tokens=on_tokens):
+    for _ in chunked_logits(model, prompt[None, :-1], chunk=chunk, keep=1, cache=cache):
         pass
     weights: list[list[float]] = []
 
@@ -375,7 +367,6 @@ def needle_weights(
 
     with observed_attention(model, see):
         model(prompt[None, -1:].to(model.device), cache=cache, use_cache=True)
-    on_tokens(len(prompt))
     return weights
 
 
@@ -399,15 +390,9 @@ class PasskeyWeight(PasskeyRetrieval):
         for group in super().groups(length):
             yield from ([unit] for unit in group)
 
-    def ask(self, length: int, units: Sequence[Unit], on_share: OnShare) -> list[Record]:
+    def ask(self, length: int, units: Sequence[Unit]) -> list[Record]:
         """Return the weights of all heads, one list per layer."""
         ((unit,), (question,)) = units, self.questions(length, units)
         assert question.needle is not None
-        weights = needle_weights(
-            self.subject.model,
-            question.prompt,
-            question.needle,
-            chunk=self.setting.chunk,
-            on_tokens=tokens_as_share(on_share, length),
-        )
+        weights = needle_weights(self.subject.model, question.prompt, question.needle, chunk=self.setting.chunk)
         return [self.place(unit, question) | {"weights": [[round(weight, 7) for weight in layer] for layer in weights]}]

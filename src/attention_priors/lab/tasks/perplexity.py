@@ -11,7 +11,7 @@ from torch import Tensor
 
 from attention_priors.lab.tasks.copying import HELD_OUT_SEED, CopyMixtureRows
 from attention_priors.lab.tasks.generation import token_losses
-from attention_priors.lab.tasks.task import OnShare, Record, Task, Unit, tokens_as_share
+from attention_priors.lab.tasks.task import Record, Task, Unit
 
 
 def position_bins(length: int) -> list[tuple[int, int]]:
@@ -83,10 +83,8 @@ class Perplexity(Task):
             )
         self.check_number(length, len(texts))
 
-    def ask(self, length: int, units: Sequence[Unit], on_share: OnShare) -> list[Record]:
+    def ask(self, length: int, units: Sequence[Unit]) -> list[Record]:
         """Return the summed losses in each range of positions, from :func:`binned`."""
         (unit,) = units
-        on_tokens = tokens_as_share(on_share, unit.size)
-        text = unit.content[None]
-        (losses,) = token_losses(self.subject.model, text, chunk=self.setting.chunk, on_tokens=on_tokens)
+        (losses,) = token_losses(self.subject.model, unit.content[None], chunk=self.setting.chunk)
         return [{"losses": [list(entry) for entry in binned(losses)]}]

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from attention_priors.lab.tasks.generation import continue_texts, forced_predictions
-from attention_priors.lab.tasks.task import OnShare, Record, Task, Unit, tokens_as_share
+from attention_priors.lab.tasks.task import Record, Task, Unit
 
 
 @dataclass(frozen=True)
@@ -129,7 +129,7 @@ class Retrieval(Task):
         """Return the depth and the size of a question for its record."""
         return {"depth": unit.content[0] if self.has_depth else question.depth, "tokens": len(question.prompt)}
 
-    def ask(self, length: int, units: Sequence[Unit], on_share: OnShare) -> list[Record]:
+    def ask(self, length: int, units: Sequence[Unit]) -> list[Record]:
         """Return score and output of each unit."""
         questions = self.questions(length, units)
         # Group by length, because a batch has no padding.
@@ -138,28 +138,21 @@ class Retrieval(Task):
             size = len(question.prompt), 0 if question.answer is None else len(question.answer)
             groups.setdefault(size, []).append(index)
         records: list[Record] = [{} for _ in units]
-        done = 0
         for indices in groups.values():
-
-            def on_part(share: float, done: int = done, count: int = len(indices)) -> None:
-                on_share((done + count * share) / len(units))
-
-            answers = self._answers([questions[index] for index in indices], length, on_part)
+            answers = self._answers([questions[index] for index in indices])
             for index, answer in zip(indices, answers, strict=True):
                 question = questions[index]
                 records[index] = self.place(units[index], question) | answer | {"expected": list(question.expected)}
-            done += len(indices)
         return records
 
-    def _answers(self, questions: Sequence[Question], length: int, on_share: OnShare) -> list[Record]:
+    def _answers(self, questions: Sequence[Question]) -> list[Record]:
         """Return score and output of questions of the same length."""
         model, chunk = self.subject.model, self.setting.chunk
-        on_tokens = tokens_as_share(on_share, length)
         prompts = torch.stack([question.prompt for question in questions])
         answers = [question.answer for question in questions if question.answer is not None]
         if len(answers) == len(questions):
             expected = torch.stack(answers)
-            found, margins = forced_predictions(model, prompts, expected, chunk=chunk, on_tokens=on_tokens)
+            found, margins = forced_predictions(model, prompts, expected, chunk=chunk)
             right = found == expected
             return [
                 {
@@ -172,7 +165,7 @@ class Retrieval(Task):
                 for ok, tokens, of_tokens in zip(right, found.tolist(), margins.tolist(), strict=True)
             ]
         longest = max(question.new_tokens for question in questions)
-        texts = continue_texts(model, prompts, longest, chunk=chunk, stop=self.subject.ends(), on_tokens=on_tokens)
+        texts = continue_texts(model, prompts, longest, chunk=chunk, stop=self.subject.ends())
         outputs = [
             self._decoded(tokens[: question.new_tokens]) for tokens, question in zip(texts, questions, strict=True)
         ]

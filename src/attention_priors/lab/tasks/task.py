@@ -26,8 +26,6 @@ from attention_priors.lab.tasks.ruler.haystack import (
 from attention_priors.lab.tasks.subject import Subject
 
 Record = dict[str, Any]
-OnShare = Callable[[float], None]
-"""Progress callback of one group of units: the finished share, from 0 to 1."""
 
 
 @dataclass(frozen=True)
@@ -104,7 +102,7 @@ class Task(ABC):
         """
 
     @abstractmethod
-    def ask(self, length: int, units: Sequence[Unit], on_share: OnShare) -> list[Record]:
+    def ask(self, length: int, units: Sequence[Unit]) -> list[Record]:
         """Measure the units and return the fields of each unit's record."""
 
     def tokens_read(self, length: int) -> int:
@@ -136,11 +134,6 @@ class Task(ABC):
                 f"that the task {self.name!r} needs: set documents: {found} or shorter lengths, or "
                 f"minimum_documents: {found} to accept fewer texts"
             )
-
-
-def tokens_as_share(on_share: OnShare, size: int) -> Callable[[int], None]:
-    """Return a callback that turns tokens read into progress: the time for a text grows with their square."""
-    return lambda read: on_share(min(1.0, read / size) ** 2)
 
 
 @dataclass(frozen=True)

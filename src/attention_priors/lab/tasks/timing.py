@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 from attention_priors.lab.machine import PeakMemory, processor, versions
 from attention_priors.lab.tasks.generation import chunked_logits
-from attention_priors.lab.tasks.task import OnShare, Record, Task, Unit
+from attention_priors.lab.tasks.task import Record, Task, Unit
 
 SOFTWARE = ("attention-priors", "torch", "transformers")
 """Packages that affect times."""
@@ -25,15 +25,7 @@ KINDS = ("forward", "forward+backward", "decode")
 """Kinds of pass. ``decode`` reads the last token of a text, with the keys of the others in a cache."""
 
 
-def time_model(
-    model: PreTrainedModel,
-    length: int,
-    *,
-    passes: int,
-    kind: str,
-    seed: int,
-    on_pass: Callable[[int], None] = lambda count: None,
-) -> dict[str, Any]:
+def time_model(model: PreTrainedModel, length: int, *, passes: int, kind: str, seed: int) -> dict[str, Any]:
     """Return mean and standard deviation of the time over passes of batch 1 (BAM's protocol).
 
     Args:
@@ -42,7 +34,6 @@ def time_model(
         passes: number of timed passes.
         kind: one of :data:`KINDS`. Passes of ``forward+backward`` run in training mode. Only ``decode`` uses a cache.
         seed: seed of the tokens.
-        on_pass: called with the number of timed passes so far.
 
     Returns:
         ``mean_ms``, ``std_ms`` and ``median_ms``. Also ``peak_bytes``, the peak memory of one pass beyond the model
@@ -85,7 +76,6 @@ def time_model(
             start = time.perf_counter()
             one_pass(cache)
             seconds.append(time.perf_counter() - start)
-            on_pass(len(seconds))
     finally:
         model.zero_grad()
         model.train(was_training)
@@ -121,17 +111,8 @@ class Timing(Task):
         for kind in KINDS:
             yield [Unit({"pass": kind}, length)]
 
-    def ask(self, length: int, units: Sequence[Unit], on_share: OnShare) -> list[Record]:
+    def ask(self, length: int, units: Sequence[Unit]) -> list[Record]:
         """Return mean, standard deviation and median of the time, and the peak memory."""
         (unit,) = units
-        passes = self.plan.passes
-        return [
-            time_model(
-                self.subject.model,
-                length,
-                passes=passes,
-                kind=str(unit.key["pass"]),
-                seed=self.plan.seed,
-                on_pass=lambda count: on_share(count / passes),
-            )
-        ]
+        model, plan, kind = self.subject.model, self.plan, str(unit.key["pass"])
+        return [time_model(model, length, passes=plan.passes, kind=kind, seed=plan.seed)]
