@@ -16,21 +16,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 from xopen import xopen
 
-from attention_priors.lab.data import (
+from attention_priors.lab.data import load_corpus, token_stream, train_tokenizer
+from attention_priors.lab.data.document import Document
+from attention_priors.lab.data.genomes import (
     FastaError,
     FastaFile,
+    check_nucleotides,
+    encode_nucleotides,
+    is_fasta,
     is_nucleotide_tokenizer,
-    load_corpus,
-    load_tokenizer,
     nucleotide_tokenizer,
-    token_stream,
-    train_tokenizer,
 )
-from attention_priors.lab.data.document import Document
-from attention_priors.lab.data.genomes import check_nucleotides, encode_nucleotides, is_fasta
 from attention_priors.lab.data.preparation import Preparation, prepare
 from attention_priors.lab.data.shards import TokenShards, read_manifest
 from attention_priors.lab.data.sources import DataSettings, FastaSettings
+from attention_priors.lab.data.tokenizer import load_tokenizer
 from attention_priors.lab.tasks import PasskeyTexts, RulerTask
 
 

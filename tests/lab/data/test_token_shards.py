@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from attention_priors.lab.data import IGNORED_LABEL, Corpus, Document, collate_rows, token_stream, train_tokenizer
+from attention_priors.lab.data import Corpus, Document, token_stream, train_tokenizer
+from attention_priors.lab.data.packing import IGNORED_LABEL, collate_rows
 from attention_priors.lab.data.preparation import Preparation, prepare, prepared_tokenizer
 from attention_priors.lab.data.shards import PackedRows, ShardError, TokenShards, read_manifest, shards_of
 from attention_priors.lab.data.sources import DataSettings, HubDataset

@@ -5,7 +5,8 @@ import pytest
 import torch
 from transformers import PreTrainedTokenizerFast
 
-from attention_priors.lab.data import Document, nucleotide_tokenizer, token_stream
+from attention_priors.lab.data import Document, token_stream
+from attention_priors.lab.data.genomes import nucleotide_tokenizer
 
 
 def test_each_document_is_followed_by_the_end_token(tokenizer: PreTrainedTokenizerFast):

@@ -14,7 +14,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 from transformers.utils import logging as hf_logging
 
-from attention_priors.lab.data import Corpus, Document, digit_token_ids, load_tokenizer, token_stream, train_tokenizer
+from attention_priors.lab.data import Corpus, Document, token_stream, train_tokenizer
+from attention_priors.lab.data.tokenizer import digit_token_ids, load_tokenizer
 from processes import run_command
 
 

@@ -7,14 +7,8 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 from transformers import PreTrainedTokenizerFast
 
-from attention_priors.lab.data import (
-    IGNORED_LABEL,
-    Document,
-    RetrievalShare,
-    TrainingMixture,
-    collate_rows,
-    token_stream,
-)
+from attention_priors.lab.data import Document, RetrievalShare, TrainingMixture, token_stream
+from attention_priors.lab.data.packing import IGNORED_LABEL, collate_rows
 from attention_priors.lab.tasks import PasskeyTexts
 
 LENGTH = 320

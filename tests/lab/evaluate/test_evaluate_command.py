@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from attention_priors.lab.cli import app
 from attention_priors.lab.examples import example_folder
-from attention_priors.lab.tasks import TASKS
+from attention_priors.lab.tasks.plan import TASKS
 
 
 @pytest.fixture

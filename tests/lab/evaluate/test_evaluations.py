@@ -16,14 +16,16 @@ import torch
 import transformers as hf
 from known_models import markdown
 
-from attention_priors.lab.evaluate import Observer, Summary, evaluate, summarize
+from attention_priors.lab.evaluate import Observer, Summary, evaluate
 from attention_priors.lab.evaluate.records import Records
+from attention_priors.lab.evaluate.summary import summarize
 from attention_priors.lab.intervals import mean_interval, wilson_interval
 from attention_priors.lab.report import evaluation_results, write_evaluation_figures
-from attention_priors.lab.tasks import TASKS, CopyMixture, CopyMixtureRows, EvaluationPlan, Subject
+from attention_priors.lab.tasks import CopyMixture, CopyMixtureRows, EvaluationPlan, Subject
 from attention_priors.lab.tasks.copying import copying_rows
 from attention_priors.lab.tasks.generation import token_losses
 from attention_priors.lab.tasks.passkey import PasskeyRetrieval
+from attention_priors.lab.tasks.plan import TASKS
 from thoroughness import DEEP, every_other_deep
 from written_pages import ROOT
 

@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from attention_priors.lab.evaluate import Records
+from attention_priors.lab.evaluate.records import Records
 
 FIRST = {"task": "passkey", "seed": 0, "model": "é"}
 

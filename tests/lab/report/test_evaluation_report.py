@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 from artists import by_gid
 
-from attention_priors.lab.evaluate import Summary, summarize
+from attention_priors.lab.evaluate import Summary
+from attention_priors.lab.evaluate.summary import summarize
 from attention_priors.lab.report import evaluation, evaluation_results, evaluation_tables, write_evaluation_figures
 from attention_priors.lab.report.table import Cell
 

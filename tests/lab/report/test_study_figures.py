@@ -27,7 +27,7 @@ from study_rows import (
     study,
 )  # fmt: skip
 
-from attention_priors.lab.data import NUCLEOTIDES
+from attention_priors.lab.data.genomes import NUCLEOTIDES
 from attention_priors.lab.intervals import over_seeds
 from attention_priors.lab.report.comparisons import comparisons, panels
 from attention_priors.lab.report.estimates import KINDS, by_task, gaussian_heads, own_passkeys, shares_by_length

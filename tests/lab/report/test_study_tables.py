@@ -23,7 +23,7 @@ from study_rows import (
     study,
 )  # fmt: skip
 
-from attention_priors.lab.data import NUCLEOTIDES
+from attention_priors.lab.data.genomes import NUCLEOTIDES
 from attention_priors.lab.intervals import over_seeds, wilson_interval
 from attention_priors.lab.report.comparisons import comparisons, overview
 from attention_priors.lab.report.estimates import KINDS, best_shares, own_passkeys, shares_by_length

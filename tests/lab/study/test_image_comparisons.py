@@ -29,7 +29,9 @@ from attention_priors.lab.study.images.augmentation import Collate, PictureRows,
 from attention_priors.lab.study.images.pictures import processor_for, resized
 from attention_priors.lab.study.images.recipe import Augmentation, ImageTrainingSettings, PictureSettings
 from attention_priors.lab.study.images.study import ImageStudy, prior_maps
-from attention_priors.lab.train import RunningSettings, SealedTrainer, Trained, train
+from attention_priors.lab.train.engine import Trained, train
+from attention_priors.lab.train.recipe import RunningSettings
+from attention_priors.lab.train.trainer import SealedTrainer
 from attention_priors.models import PriorVisionConfig, PriorVisionForImageClassification
 from attention_priors.priors import grid_positions
 

@@ -27,7 +27,7 @@ from attention_priors.lab.study.decoders import DecoderStudy
 from attention_priors.lab.study.results import collect
 from attention_priors.lab.study.runs import Progress, run_folder
 from attention_priors.lab.study.workers import FINISHED, TAKEN, cuda_devices, least_taken
-from attention_priors.lab.train import Trained
+from attention_priors.lab.train.engine import Trained
 from processes import fork
 
 

@@ -10,7 +10,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from attention_priors import GeneralizedGaussian
 from attention_priors.hf import attached_priors, load_model
-from attention_priors.lab.data import load_corpus, load_tokenizer
+from attention_priors.lab.data import load_corpus
+from attention_priors.lab.data.tokenizer import load_tokenizer
 from attention_priors.lab.results import read_rows
 from attention_priors.lab.strict_yaml import RecipeError
 from attention_priors.lab.study import Recipe

@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 import recipe_cases
 
-from attention_priors.lab.data import END_OF_TEXT, load_corpus
+from attention_priors.lab.data import load_corpus
+from attention_priors.lab.data.document import END_OF_TEXT
 from attention_priors.lab.study.materials import Materials
 from attention_priors.lab.study.recipe import Recipe
 

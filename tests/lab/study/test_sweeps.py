@@ -14,7 +14,7 @@ from attention_priors.lab.study.decoders import DecoderStudy
 from attention_priors.lab.study.materials import Materials
 from attention_priors.lab.study.runs import LONGEST_FOLDER_NAME, folder_name
 from attention_priors.lab.study.sweep import label
-from attention_priors.lab.train import PositionSettings
+from attention_priors.lab.train.recipe import PositionSettings
 
 BAM = "BAM + SSMax"
 AXES: dict[str, Any] = {

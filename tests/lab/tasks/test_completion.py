@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 from known_models import markdown
 from scipy.stats import pearsonr
 
-from attention_priors.lab.data import nucleotide_tokenizer
-from attention_priors.lab.evaluate import Summary, evaluate, summarize
+from attention_priors.lab.data.genomes import nucleotide_tokenizer
+from attention_priors.lab.evaluate import Summary, evaluate
+from attention_priors.lab.evaluate.summary import summarize
 from attention_priors.lab.intervals import mean_interval
 from attention_priors.lab.report import evaluation_results, write_evaluation_figures
 from attention_priors.lab.tasks import EvaluationPlan, Subject

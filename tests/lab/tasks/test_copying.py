@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from attention_priors.lab.data import IGNORED_LABEL, collate_rows
+from attention_priors.lab.data.packing import IGNORED_LABEL, collate_rows
 from attention_priors.lab.tasks import CopyMixture, CopyMixtureRows
 from attention_priors.lab.tasks.copying import COPY_KINDS
 from thoroughness import every_other_deep, examples

@@ -12,19 +12,13 @@ from hypothesis import strategies as st
 from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 
 from attention_priors.lab.data import Document, load_corpus
-from attention_priors.lab.tasks import (
-    Haystack,
-    NeedleSettings,
-    PunktSplitter,
-    RulerTask,
-    load_haystack,
-    match_all,
-)
+from attention_priors.lab.tasks import Haystack, PunktSplitter, RulerTask, load_haystack, match_all
 from attention_priors.lab.tasks.ruler.haystack import RegexSplitter
 from attention_priors.lab.tasks.ruler.needles import (
     DEPTHS,
     NEEDLE_TASKS,
     CompoundWords,
+    NeedleSettings,
     at_depth,
     draw,
     key_words,

@@ -12,21 +12,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
-from attention_priors.lab.data import END_OF_TEXT, Document, RetrievalShare, TrainingMixture, token_stream
-from attention_priors.lab.tasks import (
-    EvaluationPlan,
-    Haystack,
-    NeedleSettings,
-    RulerTask,
-    RulerTexts,
-    Setting,
-    Subject,
-    make_task,
-    match_all,
-)
+from attention_priors.lab.data import Document, RetrievalShare, TrainingMixture, token_stream
+from attention_priors.lab.data.document import END_OF_TEXT
+from attention_priors.lab.tasks import EvaluationPlan, Haystack, RulerTask, RulerTexts, Subject, match_all
+from attention_priors.lab.tasks.catalogue import make_task
 from attention_priors.lab.tasks.ruler.haystack import RegexSplitter
-from attention_priors.lab.tasks.ruler.needles import NEEDLE_TASKS, draw
+from attention_priors.lab.tasks.ruler.needles import NEEDLE_TASKS, NeedleSettings, draw
 from attention_priors.lab.tasks.ruler.task import RulerRetrieval
+from attention_priors.lab.tasks.task import Setting
 from thoroughness import examples
 
 FREE = 128

@@ -10,11 +10,12 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from attention_priors.lab.data import Corpus, Document
-from attention_priors.lab.tasks import EvaluationPlan, PasskeyTexts, Setting, Subject, make_task
+from attention_priors.lab.tasks import EvaluationPlan, PasskeyTexts, Subject
+from attention_priors.lab.tasks.catalogue import make_task
 from attention_priors.lab.tasks.generation import forced_predictions
 from attention_priors.lab.tasks.passkey import PasskeyRetrieval
 from attention_priors.lab.tasks.retrieval import Question
-from attention_priors.lab.tasks.task import Unit
+from attention_priors.lab.tasks.task import Setting, Unit
 from thoroughness import every_other_deep
 
 Make = Callable[..., PasskeyRetrieval]

@@ -6,7 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
-from attention_priors.lab.data import Document, digit_token_ids, token_stream
+from attention_priors.lab.data import Document, token_stream
+from attention_priors.lab.data.tokenizer import digit_token_ids
 from attention_priors.lab.tasks import PasskeyTexts
 from attention_priors.lab.tasks.retrieval import depths
 

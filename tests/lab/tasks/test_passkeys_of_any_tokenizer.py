@@ -12,7 +12,8 @@ import torch
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from attention_priors.lab.data import Document, RetrievalShare, digit_token_ids, token_stream, train_tokenizer
+from attention_priors.lab.data import Document, RetrievalShare, token_stream, train_tokenizer
+from attention_priors.lab.data.tokenizer import digit_token_ids
 from attention_priors.lab.tasks import PasskeyTexts
 from attention_priors.lab.tasks.passkey import WORDINGS
 from thoroughness import every_other_deep, examples

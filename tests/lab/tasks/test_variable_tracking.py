@@ -15,19 +15,13 @@ from hypothesis import strategies as st
 from lm_eval.tasks.ruler import vt_utils
 from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 
-from attention_priors.lab.data import END_OF_TEXT, Document, train_tokenizer
-from attention_priors.lab.tasks import (
-    EvaluationPlan,
-    RulerTask,
-    RulerTexts,
-    Setting,
-    Subject,
-    VariableSettings,
-    make_task,
-    match_all,
-)
+from attention_priors.lab.data import Document, train_tokenizer
+from attention_priors.lab.data.document import END_OF_TEXT
+from attention_priors.lab.tasks import EvaluationPlan, RulerTask, RulerTexts, Subject, VariableSettings, match_all
+from attention_priors.lab.tasks.catalogue import make_task
 from attention_priors.lab.tasks.ruler.settings import NOISE, Generators
 from attention_priors.lab.tasks.ruler.variables import VARIABLE_TASKS
+from attention_priors.lab.tasks.task import Setting
 from written_pages import ROOT, run_page
 
 WORDS = (

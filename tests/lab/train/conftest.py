@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from attention_priors.lab.train import TrainRecipe, run_recipe
+from attention_priors.lab.train import run_recipe
+from attention_priors.lab.train.recipe import TrainRecipe
 
 DECODER: dict[str, Any] = {
     "hidden_size": 16,

@@ -22,8 +22,9 @@ from torch.distributed.tensor import DTensor
 from training_cases import Rows, tiny_decoder, tiny_settings
 
 from attention_priors import GeneralizedGaussian
-from attention_priors.lab.data import collate_rows
-from attention_priors.lab.train import make_optimizer, shard_priors, weighted_loss
+from attention_priors.lab.data.packing import collate_rows
+from attention_priors.lab.train import make_optimizer, shard_priors
+from attention_priors.lab.train.trainer import weighted_loss
 from attention_priors.models import PriorDecoderForCausalLM
 
 STEPS, ROWS = 6, 4

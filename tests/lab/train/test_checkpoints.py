@@ -10,9 +10,10 @@ import pytest
 import torch
 from training_cases import InterruptionError, Rows, furthest, stop_at, tiny_decoder, tiny_settings, weights_of
 
-from attention_priors.lab.train import CheckpointError, Observer, PriorTrainer, RunningSettings, train
+from attention_priors.lab.train import Observer
 from attention_priors.lab.train.checkpoints import (
     MANIFEST,
+    CheckpointError,
     checkpoint_steps,
     discard,
     keep_last,
@@ -22,6 +23,9 @@ from attention_priors.lab.train.checkpoints import (
     sweep,
     what_is_wrong,
 )
+from attention_priors.lab.train.engine import train
+from attention_priors.lab.train.recipe import RunningSettings
+from attention_priors.lab.train.trainer import PriorTrainer
 from attention_priors.models import PriorDecoderForCausalLM
 from thoroughness import every_other_deep
 

@@ -10,8 +10,8 @@ import pytest
 from sharded_training import train_sharded
 from training_cases import tiny_settings
 
-from attention_priors.lab.train import RunningSettings
 from attention_priors.lab.train.engine import check_machinery
+from attention_priors.lab.train.recipe import RunningSettings
 from processes import run_ranks
 
 

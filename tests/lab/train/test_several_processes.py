@@ -16,7 +16,8 @@ import yaml
 from safetensors.torch import load_file
 
 from attention_priors.lab.cli import app
-from attention_priors.lab.train import TrainRecipe, run_recipe
+from attention_priors.lab.train import run_recipe
+from attention_priors.lab.train.recipe import TrainRecipe
 from processes import run_command, run_ranks
 from thoroughness import every_other_deep
 

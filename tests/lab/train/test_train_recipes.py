@@ -8,9 +8,10 @@ from pydantic import ValidationError
 from training_cases import tiny_settings
 
 from attention_priors import Prior
-from attention_priors.lab.data import nucleotide_tokenizer
-from attention_priors.lab.train import RunningSettings, TrainingSettings, TrainRecipe, load_train_recipe
+from attention_priors.lab.data.genomes import nucleotide_tokenizer
+from attention_priors.lab.train import TrainingSettings, load_train_recipe
 from attention_priors.lab.train.engine import check_machinery
+from attention_priors.lab.train.recipe import RunningSettings, TrainRecipe
 from attention_priors.models import PriorDecoderForCausalLM
 
 ROOT = Path(__file__).parents[3]

@@ -17,7 +17,9 @@ from attention_priors.hf import attach, load_model
 from attention_priors.lab.data.preparation import prepare
 from attention_priors.lab.data.shards import ShardError
 from attention_priors.lab.strict_yaml import RecipeError
-from attention_priors.lab.train import Observer, Trained, TrainRecipe, run_recipe
+from attention_priors.lab.train import Observer, run_recipe
+from attention_priors.lab.train.engine import Trained
+from attention_priors.lab.train.recipe import TrainRecipe
 from attention_priors.lab.train.run import prepare_data
 from attention_priors.models import PriorDecoderForCausalLM
 from thoroughness import every_other_deep

@@ -11,9 +11,10 @@ from torch import Tensor
 from training_cases import LLAMA, Rows, furthest, tiny_decoder, tiny_settings, weights_of
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from attention_priors.lab.data import IGNORED_LABEL, collate_rows
-from attention_priors.lab.train import Observer, PriorTrainer, train, weighted_loss
-from attention_priors.lab.train.trainer import check_documents_apart, packed_inputs
+from attention_priors.lab.data.packing import IGNORED_LABEL, collate_rows
+from attention_priors.lab.train import Observer
+from attention_priors.lab.train.engine import train
+from attention_priors.lab.train.trainer import PriorTrainer, check_documents_apart, packed_inputs, weighted_loss
 
 
 @pytest.fixture(scope="module")

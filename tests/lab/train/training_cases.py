@@ -10,8 +10,9 @@ from torch import Tensor
 from torch.utils.data import Dataset
 from transformers import PreTrainedConfig
 
-from attention_priors.lab.data import IGNORED_LABEL
-from attention_priors.lab.train import Observer, TrainingSettings, TrainRecipe, run_recipe
+from attention_priors.lab.data.packing import IGNORED_LABEL
+from attention_priors.lab.train import Observer, TrainingSettings, run_recipe
+from attention_priors.lab.train.recipe import TrainRecipe
 from attention_priors.models import PriorDecoderConfig, PriorDecoderForCausalLM
 
 # The package exports its function under this name.

@@ -128,7 +128,8 @@ def load_corpus(source: str | Path, *, max_characters: int | None = None) -> Cor
             - ``"package:NAME"``: the folder of an installed Python package, such as ``package:scipy``. Name a file or
               folder of the package by ``package:NAME/PATH``. No network is needed. Record the version of the package.
             - A text file in UTF-8: its paragraphs, grouped into documents of at least 2000 characters.
-            - A FASTA file (:class:`~attention_priors.lab.data.FastaFile`), recognised by its file name: its contigs.
+            - A FASTA file (:class:`~attention_priors.lab.data.genomes.FastaFile`), recognised by its file name: its
+              contigs.
         max_characters: Size of the training part in characters; ``None`` keeps all documents. Documents are kept in
             the order of a hash of their names, so that the kept part is a fair sample. The last kept document is cut
             to make the size exact. The held-out part does not depend on this argument.

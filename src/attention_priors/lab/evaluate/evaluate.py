@@ -22,8 +22,9 @@ from attention_priors.lab.evaluate.records import Record, Records
 from attention_priors.lab.evaluate.summary import Summary, summarize
 from attention_priors.lab.machine import PeakMemory, memory_bytes, now, processor, versions
 from attention_priors.lab.output_folder import sole_writer
-from attention_priors.lab.tasks import EvaluationPlan, Setting, Subject, Task, make_task
-from attention_priors.lab.tasks.task import Unit
+from attention_priors.lab.tasks import EvaluationPlan, Subject
+from attention_priors.lab.tasks.catalogue import make_task
+from attention_priors.lab.tasks.task import Setting, Task, Unit
 from attention_priors.lab.tasks.timing import SOFTWARE
 
 FORMAT = 2

@@ -53,7 +53,7 @@ def summarize(records: Iterable[Record]) -> Summary:
     """Summarise records by run, in the order of the records, and by length.
 
     Args:
-        records: Some or all lines of a file (:class:`~attention_priors.lab.evaluate.Records`).
+        records: Some or all lines of a file (:class:`~attention_priors.lab.evaluate.records.Records`).
     """
     rows: list[Row] = []
     totals: list[Row] = []

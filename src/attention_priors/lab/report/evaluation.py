@@ -17,7 +17,8 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 from attention_priors.lab.data.genomes import NUCLEOTIDES
-from attention_priors.lab.evaluate import Continuation, Summary
+from attention_priors.lab.evaluate import Summary
+from attention_priors.lab.evaluate.summary import Continuation
 from attention_priors.lab.intervals import Estimate
 from attention_priors.lab.report.estimates import by_task, loss_measure
 from attention_priors.lab.report.figures import curves, layout, write_pngs
@@ -27,8 +28,7 @@ from attention_priors.lab.report.table import Cell, Table
 from attention_priors.lab.report.tables import answer_tokens, columns_of, percents, share_lines, timing
 from attention_priors.lab.report.wording import counted, decimals, quantity, wording
 from attention_priors.lab.results import FORMAT, Frame, Results
-from attention_priors.lab.tasks import gc_correlation, gc_trajectory
-from attention_priors.lab.tasks.completion import GC_WINDOW
+from attention_priors.lab.tasks.completion import GC_WINDOW, gc_correlation, gc_trajectory
 
 _FILES = "accuracy_by_length|heatmap_.+|perplexity_by_position|genome_completion"
 """Regular expression of the figures' file names, without the extension."""

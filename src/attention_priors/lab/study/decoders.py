@@ -32,8 +32,8 @@ from attention_priors.lab.study.results import collect, read_measured
 from attention_priors.lab.study.runs import Progress, environment, run_folder, train_and_save, write_training
 from attention_priors.lab.tasks import EvaluationPlan
 from attention_priors.lab.tasks.subject import DTYPES
-from attention_priors.lab.train import make_model
 from attention_priors.lab.train.extend import for_evaluation, mean_loss
+from attention_priors.lab.train.recipe import make_model
 from attention_priors.models.decoder import PriorDecoderForCausalLM
 from attention_priors.models.repositioning import with_positions
 

@@ -18,28 +18,28 @@ from attention_priors.lab.data import (
     TokenStream,
     TrainingMixture,
     load_corpus,
-    load_tokenizer,
     token_stream,
     tokenizer_fingerprint,
 )
 from attention_priors.lab.data.corpora import left_out
 from attention_priors.lab.data.packing import packed_row
-from attention_priors.lab.evaluate import check_plan
+from attention_priors.lab.data.tokenizer import load_tokenizer
+from attention_priors.lab.evaluate.evaluate import check_plan
 from attention_priors.lab.strict_yaml import RecipeError, errors_at
 from attention_priors.lab.study.recipe import MixtureSettings, Recipe
 from attention_priors.lab.tasks import (
-    RULER_TASKS,
     CopyMixture,
     CopyMixtureRows,
     EvaluationPlan,
     Haystack,
-    NeedleSettings,
     PasskeyTexts,
     RulerTexts,
     Subject,
 )
 from attention_priors.lab.tasks.copying import HELD_OUT_SEED
 from attention_priors.lab.tasks.passkey import ANSWER_LENGTH
+from attention_priors.lab.tasks.ruler import RULER_TASKS
+from attention_priors.lab.tasks.ruler.needles import NeedleSettings
 from attention_priors.lab.tasks.ruler.settings import RulerSettings
 from attention_priors.lab.train.recipe import MODEL, check_model, files_fingerprint
 from attention_priors.models.decoder import PriorDecoderForCausalLM

@@ -12,21 +12,22 @@ from pydantic import Field, ValidationInfo, field_validator, model_validator
 from attention_priors.encodings import LearnedTable
 from attention_priors.lab.data import EMBEDDED
 from attention_priors.lab.data.sources import TokenizerSpec
-from attention_priors.lab.evaluate import EvaluationSettings
+from attention_priors.lab.evaluate.settings import EvaluationSettings
 from attention_priors.lab.strict_yaml import Plugins, Strict, check_one_of, errors_at, validated
 from attention_priors.lab.study.runs import OwnFolders, Seeds, check_folders, extended_folder
 from attention_priors.lab.study.sweep import BEFORE, EXTENSION_AXIS, SCHEME_AXIS, Sweep, expand, overlaid, varied
-from attention_priors.lab.tasks import RULER_TASKS, CopyMixture, EvaluationPlan
+from attention_priors.lab.tasks import CopyMixture, EvaluationPlan
 from attention_priors.lab.tasks.plan import known_tasks
+from attention_priors.lab.tasks.ruler import RULER_TASKS
 from attention_priors.lab.tasks.ruler.needles import NEEDLE_TASKS
-from attention_priors.lab.train import (
+from attention_priors.lab.train.extend import continued
+from attention_priors.lab.train.recipe import (
     AttachSettings,
     DecoderSettings,
     DecoderSizes,
     ModelSettings,
     PositionSettings,
     TrainingSettings,
-    continued,
 )
 from attention_priors.models.decoder import PriorDecoderConfig
 

@@ -18,7 +18,10 @@ from transformers.image_processing_base import ImageProcessingMixin
 
 from attention_priors._io import write_json
 from attention_priors.lab.machine import WallClock, processor, versions
-from attention_priors.lab.train import Observer, OptimizationSettings, numbers_of_parameters, train
+from attention_priors.lab.train import Observer
+from attention_priors.lab.train.engine import train
+from attention_priors.lab.train.recipe import OptimizationSettings
+from attention_priors.lab.train.run import numbers_of_parameters
 
 Progress = Callable[[str, int, int], None]
 """Callback with the stage, its finished work and its total work."""
@@ -117,7 +120,7 @@ def write_training(
         model: Trained model.
         steps: Number of training steps.
         seconds: Training time.
-        history: Losses, as in :class:`~attention_priors.lab.train.Trained`.
+        history: Losses, as in :class:`~attention_priors.lab.train.engine.Trained`.
         software: Libraries that affect the results. Their versions are recorded.
     """
     record = {"train_seconds": round(seconds, 1), "steps": steps, "history": history} | numbers_of_parameters(model)
@@ -140,14 +143,14 @@ def train_and_save(
 
     Args:
         model: Model with initial weights.
-        rows: see :func:`~attention_priors.lab.train.train`.
+        rows: see :func:`~attention_priors.lab.train.engine.train`.
         settings: Optimizer and schedule.
         folder: Folder of the run. The model is saved in its subfolder ``model``.
         seed: Seed of the training.
         progress: Callback for every step.
         preprocessor: Tokenizer or image processor to save. None saves neither.
         software: Libraries that affect the results. Their versions are recorded.
-        options: Further arguments of :func:`~attention_priors.lab.train.train`.
+        options: Further arguments of :func:`~attention_priors.lab.train.engine.train`.
     """
     for name in MEASUREMENTS:
         # Remove measurements of an earlier model, so that they do not mix with those of this model.

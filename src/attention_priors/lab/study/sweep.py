@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, TypeAlias, TypeVar
 from pydantic import Field, ValidationError, field_validator
 
 from attention_priors.lab.strict_yaml import Strict, validated
-from attention_priors.lab.train import PositionSettings
+from attention_priors.lab.train.recipe import PositionSettings
 
 SECTIONS = ("training", "model", "evaluation", "extensions")
 """Sections of a scheme that an axis can change."""

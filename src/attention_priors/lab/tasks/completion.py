@@ -34,7 +34,7 @@ def complete(
 
     Args:
         model: causal language model in evaluation mode.
-        tokenizer: :func:`~attention_priors.lab.data.nucleotide_tokenizer`.
+        tokenizer: :func:`~attention_priors.lab.data.genomes.nucleotide_tokenizer`.
         prompt: Token ids, ``(L,)``. All seeds continue this prompt.
         seeds: One seed per continuation.
         chunk: Tokens per forward pass.

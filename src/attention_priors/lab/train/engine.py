@@ -17,7 +17,7 @@ from transformers.image_processing_base import ImageProcessingMixin
 from transformers.trainer_callback import PrinterCallback
 
 from attention_priors._io import remove
-from attention_priors.lab.data import collate_rows
+from attention_priors.lab.data.packing import collate_rows
 from attention_priors.lab.train.checkpoints import move_into_place
 from attention_priors.lab.train.recipe import OptimizationSettings, RunningSettings, TrainingSettings
 from attention_priors.lab.train.trainer import Observer, PriorTrainer, SealedTrainer, StepReport, shard_priors

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from attention_priors._io import checksum, read_json, with_nulls, write_json
 from attention_priors.checks import check_above
 from attention_priors.hf.loading import load_config, load_model
-from attention_priors.lab.data import collate_rows
+from attention_priors.lab.data.packing import collate_rows
 from attention_priors.lab.data.preparation import prepared_tokenizer
 from attention_priors.lab.data.shards import PackedRows, TokenShards
 from attention_priors.lab.data.tokenizer import pretrained_tokenizer, tokenizer_fingerprint

@@ -29,7 +29,7 @@ from attention_priors._io import read_json, write_json
 from attention_priors.attention import NullKey, SSMax
 from attention_priors.attention.geometry import positions_in_documents
 from attention_priors.hf.loading import check_positions
-from attention_priors.lab.data import IGNORED_LABEL
+from attention_priors.lab.data.packing import IGNORED_LABEL
 from attention_priors.lab.train import checkpoints
 from attention_priors.lab.train.checkpoints import CheckpointError
 from attention_priors.lab.train.recipe import OptimizationSettings, TrainingSettings

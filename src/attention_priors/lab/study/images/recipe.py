@@ -9,7 +9,7 @@ from pydantic import Field, field_validator, model_validator
 from attention_priors.lab.strict_yaml import Plugins, Strict, check_one_of, errors_at
 from attention_priors.lab.study.runs import OwnFolders, Seeds
 from attention_priors.lab.study.sweep import varied
-from attention_priors.lab.train import OptimizationSettings, ProcessSettings
+from attention_priors.lab.train.recipe import OptimizationSettings, ProcessSettings
 from attention_priors.models.vision import PriorVisionConfig
 
 Share = Annotated[float, Field(ge=0, le=1)]

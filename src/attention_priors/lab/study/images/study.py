@@ -22,8 +22,9 @@ from attention_priors.lab.study.images.pictures import load_pictures, processor_
 from attention_priors.lab.study.images.recipe import ImageRecipe, VisionScheme
 from attention_priors.lab.study.results import ModelResults, described, run_row, study_rows
 from attention_priors.lab.study.runs import Progress, environment, run_folder, train_and_save
-from attention_priors.lab.train import RunningSettings, SealedTrainer
 from attention_priors.lab.train.extend import for_evaluation
+from attention_priors.lab.train.recipe import RunningSettings
+from attention_priors.lab.train.trainer import SealedTrainer
 from attention_priors.models.vision import PriorVisionForImageClassification
 from attention_priors.priors import grid_positions
 
