@@ -9,11 +9,10 @@ which is faster on an idle machine too.
 from __future__ import annotations
 
 import os
-import threading
 from collections import deque
 from collections.abc import Callable, Sequence
-from functools import cache, partial
-from queue import SimpleQueue
+from concurrent.futures import ThreadPoolExecutor, wait
+from functools import cache
 from typing import TypeVar
 
 import torch
@@ -25,7 +24,6 @@ MOST_WORKERS = 8
 on several."""
 
 Workspace = TypeVar("Workspace")
-Work = Callable[[], None]
 
 
 def share(
@@ -48,15 +46,12 @@ def share(
         for piece in pieces:
             piece(workspace)
         return
-    done: SimpleQueue[Exception | None] = SimpleQueue()
-    remaining = deque(pieces)
-    # One queue per thread: a shared SimpleQueue that is filled at once wakes only one of the waiting threads.
-    inboxes = _workers(os.getpid(), threads)
-    for inbox in inboxes:
-        inbox.put(partial(_do, remaining, make_workspace, torch.is_inference_mode_enabled(), done))
-    for error in [done.get() for _ in inboxes]:
-        if error is not None:
-            raise error
+    remaining, inference = deque(pieces), torch.is_inference_mode_enabled()
+    workers = _workers(os.getpid(), threads)
+    running = [worker.submit(_do, remaining, make_workspace, inference) for worker in workers]
+    wait(running)
+    for work in running:
+        work.result()
 
 
 def keep_busy(pieces: int, threads: int) -> bool:
@@ -66,10 +61,7 @@ def keep_busy(pieces: int, threads: int) -> bool:
 
 
 def _do(
-    remaining: deque[Callable[[Workspace], None]],
-    make_workspace: Callable[[], Workspace],
-    inference: bool,
-    done: SimpleQueue[Exception | None],
+    remaining: deque[Callable[[Workspace], None]], make_workspace: Callable[[], Workspace], inference: bool
 ) -> None:
     """Run the remaining pieces, one at a time, together with other threads."""
     try:
@@ -81,32 +73,23 @@ def _do(
                 except IndexError:  # another thread was faster
                     break
                 piece(workspace)
-    except Exception as error:  # raised again by the caller
+    except Exception:
         remaining.clear()
-        done.put(error)
-    else:
-        done.put(None)
+        raise
 
 
 @cache
-def _workers(process: int, threads: int) -> list[SimpleQueue[Work]]:
-    """Return the inboxes of worker threads, which run the functions in them.
+def _workers(process: int, threads: int) -> list[ThreadPoolExecutor]:
+    """Return worker threads, each of which computes on its share of the cores.
 
-    Workers belong to one ``process``, because a fork does not copy threads.
+    Workers belong to one ``process``, because a fork does not copy threads. Each worker is an executor of its own,
+    because a queue that threads share wakes only one of them if it is filled at once.
     """
-    inboxes: list[SimpleQueue[Work]] = [SimpleQueue() for _ in range(min(threads, MOST_WORKERS))]
-    ready = threading.Barrier(len(inboxes) + 1)
-    for inbox in inboxes:
-        threading.Thread(target=_work, args=(inbox, threads // len(inboxes), ready), daemon=True).start()
-    ready.wait()
+    number = min(threads, MOST_WORKERS)
+    cores = threads // number
+    workers = [ThreadPoolExecutor(1, initializer=torch.set_num_threads, initargs=(cores,)) for _ in range(number)]
+    for worker in workers:
+        worker.submit(torch.get_num_threads).result()  # starts the thread, and fixes its number of cores
     # A thread that sets its number of cores also sets the default of later threads, so restore the default.
     torch.set_num_threads(threads)
-    return inboxes
-
-
-def _work(inbox: SimpleQueue[Work], threads: int, ready: threading.Barrier) -> None:
-    torch.set_num_threads(threads)
-    torch.get_num_threads()  # fixes the number for this thread
-    ready.wait()
-    while True:
-        inbox.get()()
+    return workers
