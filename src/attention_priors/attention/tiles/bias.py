@@ -27,7 +27,6 @@ from attention_priors.priors.base import LOG_PRIOR_FLOOR
 
 if TYPE_CHECKING:
     from attention_priors.attention.tiles.block_problem import BlockProblem
-    from attention_priors.attention.tiles.scaled import ScaledBias
 
 KEPT_NUMBERS = 2**20
 """Largest working buffer that a thread keeps, in numbers: 4 MiB in float32."""
@@ -330,62 +329,43 @@ class Bias:
 
     def write(self, out: Tensor, tile: Tile, heads: slice, row: Tensor | None) -> Tensor:
         """Write the bias, plus a number per query ``(b, h, n, 1)``, to ``out (b, h, n, e)``."""
-        keys, scale = self.keys(tile, heads), None
-        if self.problem.row_scale is not None and (
-            self._table is not None or keys is not None or self.network is not None
-        ):
-            scale = self.scale(tile, heads)
-        if self.network is not None:
-            mask = self.mask(tile, heads)
-            row, mask = (mask, None) if row is None else (row, mask)
-            self._write_with_network(self.network, out, tile, heads)
-            if row is not None or scale is not None:
-                write_affine(out, row, scale, out)
-            return out if mask is None else out.add_(mask)
-        mask = None
-        if self._table is not None and not self.in_memory:
-            write_affine(self.distances.read(self._table_of(self._table, heads), tile), row, None, out)
-        else:
-            # The mask is added after the scaling, because a scale of 0 times -inf would be NaN.
-            mask = self.mask(tile, heads)
-            if row is None and keys is None:
-                row, mask = mask, None
-            if self._table is not None:
-                table = self._table_of(self._table, heads)
-                if keys is None:
-                    self.distances.write(out, table, tile, row, scale)
-                else:
-                    self.distances.write(out, table, tile, keys, None)
-                    write_affine(out, row, scale, out)
-            elif keys is not None:
-                write_affine(keys, row, scale, out)
-            elif row is None:
-                out.zero_()
-            else:
-                out.copy_(row.expand_as(out))
+        is_view = self._table is not None and not self.in_memory
+        mask = None if is_view else self.mask(tile, heads)
+        # The mask is added after the scaling, because a scale of 0 times -inf would be NaN.
+        row, mask = (mask, None) if row is None else (row, mask)
+        scale = None if self.problem.row_scale is None else self.scale(tile, heads)
+        self._write_log_prior(out, tile, heads, row, scale)
         return out if mask is None else out.add_(mask)
 
-    def _write_with_network(self, network: ScaledBias, out: Tensor, tile: Tile, heads: slice) -> Tensor:
-        """Write the result of :meth:`log_prior` to ``out``."""
-        keys = self.keys(tile, heads)
-        if self._table is not None:
-            self.distances.write(out, self._table_of(self._table, heads), tile, keys, None)
+    def _write_log_prior(
+        self, out: Tensor, tile: Tile, heads: slice, row: Tensor | None, scale: Tensor | None
+    ) -> Tensor:
+        """Write the log-prior minus the constant, in units, times ``scale``, plus ``row``, to ``out (b, h, n, e)``."""
+        table, keys, network = self._table, self.keys(tile, heads), self.network
+        if table is not None:
+            table = self._table_of(table, heads)
+        if network is None and table is None and keys is None:
+            return out.zero_() if row is None else out.copy_(row.expand_as(out))
+        # Several terms are added up before the scaling, which takes a pass of its own.
+        alone = network is None and (table is None or keys is None)
+        if table is not None:
+            self.distances.write(out, table, tile, *((row, scale) if alone else (keys, None)))
         elif keys is not None:
-            out.copy_(keys.expand_as(out))
-        return network.write(out, tile, heads, added=self._table is not None or keys is not None)
+            write_affine(keys, *((row, scale) if alone else (None, None)), out)
+        if network is not None:
+            network.write(out, tile, heads, added=table is not None or keys is not None)
+        return out if alone else write_affine(out, row, scale, out)
 
     def log_prior(self, tile: Tile, heads: slice) -> Tensor:
         """Return the log-prior minus the constant, without scale and mask, in units, ``(b or 1, h, n or 1, e)``."""
         keys = self.keys(tile, heads)
-        if self.network is not None:
-            shape = (tile.number, heads.stop - heads.start, *tile.shape)
-            out = torch.empty(shape, dtype=self.dtype, device=self.geometry.device)
-            return self._write_with_network(self.network, out, tile, heads)
-        if self._table is None:
-            assert keys is not None
+        if self.network is None and keys is None and self._table is not None:
+            return self.distances.read(self._table_of(self._table, heads), tile)
+        if self.network is None and keys is not None and self._table is None:
             return keys
-        found = self.distances.read(self._table_of(self._table, heads), tile)
-        return found if keys is None else found + keys
+        shape = (tile.number, heads.stop - heads.start, *tile.shape)
+        out = torch.empty(shape, dtype=self.dtype, device=self.geometry.device)
+        return self._write_log_prior(out, tile, heads, None, None)
 
     def scale(self, tile: Tile, heads: slice) -> Tensor:
         """Return the factor of the log-prior for each query, ``(b, h, n, 1)``."""
