@@ -11,7 +11,6 @@ from unittest import mock
 import pytest
 import torch
 from attention_cases import Case
-from test_flex_backend import compiled
 from torch import Tensor
 from triton_cases import DEVICES, configured, place, same
 
@@ -267,15 +266,6 @@ def test_triton_ignores_hidden_keys(scene: str, device: str) -> None:
         case = make_case(PRIORS["sink and ggd"](), 20, **options)
         with configured(same(Blocks(16, 16, 4, 1))):
             assert_others_unchanged(place(case, device), keys, bad, sees.to(device), "triton")
-
-
-@pytest.mark.slow
-@compiled
-@pytest.mark.parametrize("scene", every_other_deep(["future", "padding", "documents"], ["future"]))
-def test_flex_ignores_hidden_keys(scene: str) -> None:
-    options, keys, sees = hides(scene, 200)
-    case = make_case(PRIORS["ggd"](), 200, **options)
-    assert_others_unchanged(case, keys, math.nan, sees, "flex")
 
 
 def test_a_bound_that_is_nan_skips_no_shard() -> None:
