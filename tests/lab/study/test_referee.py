@@ -19,8 +19,11 @@ from attention_priors.lab.study.recipe import POSITION_FIELDS
 ROOT = Path(__file__).parents[3]
 RECIPE = ROOT / "recipes/results/referee.yaml"
 
-STUDIES = ("referee-tuning",)
+STUDIES = ("referee-tuning", "referee-more")
 """Studies with the trials."""
+
+STEPS = 2500
+"""Budget of a training. Trials with more steps are no candidates."""
 
 OF_PAPERS = {"FoX": 2, "SWAN": 2, "iRoPE": 2}
 """Number of starts of a scheme that come from its literature, which are its first; 1 for schemes not listed."""
@@ -51,6 +54,8 @@ def test_schemes_are_those_of_the_best_trials():
                 starts[scheme].append(start)
             of_paper = starts[scheme].index(start) < OF_PAPERS.get(scheme, 1)
             for name in names:
+                if recipe.training_of(name).total_steps != STEPS:
+                    continue  # another budget
                 trial = (ranks[name], start + "+SSMax" * scaled, _described(recipe, name), found.get(name, 0) >= 0.95)
                 candidates[scheme, scaled, of_paper].append(trial)
     best = [min(each, key=lambda trial: trial[0]) for each in candidates.values()]
@@ -70,6 +75,8 @@ def quick(tmp_path: Path) -> Recipe:
     content["evaluation"]["passkey"] |= {"lengths": [123], "depths": 2}
     content["evaluation"]["perplexity"] |= {"length": 128, "documents": 1}
     schemes = content["schemes"].values()
+    for scheme in schemes:
+        scheme["training"] |= {"warmup_steps": 0}
     for plans in (part.get("evaluation", {}).get("plans", {}) for part in (content, *schemes)):
         for plan in plans.values():
             plan |= {"lengths": [1024]} | ({"corpus": texts, "documents": 1} if "corpus" in plan else {"depths": 2})
