@@ -351,6 +351,12 @@ def test_nested_models_are_supported() -> None:
         assert difference(logits(part, tokens()), before) < TOLERANCE
 
 
+def test_bloom_refuses_dense_masks() -> None:
+    model = use_priors(bloom())
+    with pytest.raises(ValueError, match=r"attention_mask must have shape \(batch, length\), got \(3, 1, 9, 9\)"):
+        model(tokens(), attention_mask=torch.ones(3, 1, 9, 9).tril())
+
+
 @both_families
 def test_attention_weights_and_wrong_masks_are_refused(make: Make) -> None:
     model = use_priors(make())

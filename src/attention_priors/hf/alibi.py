@@ -62,7 +62,7 @@ class _Model:
             batch, length, *_ = (tokens := inputs_embeds if input_ids is None else input_ids).shape
             mask = None if attention_mask is None else attention_mask.to(tokens.device)
             if mask is not None and mask.dim() == 4:
-                mask = mask == 0  # transformers hides every key whose mask is not 0
+                mask = self._visible(mask)
             keys = keys_of_call(batch, length, tokens.device, attention_mask=mask, cache=cache)
             attention_mask = KeysMask.of(self._with_positions(keys), {"batch_size": batch}, is_dense=False)
         return super().forward(  # pyright: ignore[reportAttributeAccessIssue]
@@ -70,6 +70,7 @@ class _Model:
         )
 
     def _with_positions(self, keys: Keys) -> Keys:
+        """Return the keys with the positions that the model counts; by default slots."""
         return keys
 
     def build_alibi_tensor(self, *args: Any, **kwargs: Any) -> Any:
@@ -82,10 +83,11 @@ class _Model:
 class BloomModel(_Model, modeling_bloom.BloomModel):
     """BLOOM's stack of layers. ``attention_mask`` must be 2-D."""
 
+    def _visible(self, mask: Tensor) -> Tensor:
+        raise ValueError(f"attention_mask must have shape (batch, length), got {tuple(mask.shape)}")
+
     def _with_positions(self, keys: Keys) -> Keys:
         """Count positions among non-padding tokens, as BLOOM does, unless slots give equal differences."""
-        if keys.forbidden is not None:
-            raise ValueError(f"attention_mask must have shape (batch, length), got {keys.forbidden.dim()} dimensions")
         if keys.padding is None:
             return keys
         positions = (~keys.padding).cumsum(-1) - 1
@@ -97,6 +99,9 @@ class BloomModel(_Model, modeling_bloom.BloomModel):
 
 class MptModel(_Model, modeling_mpt.MptModel):
     """MPT's stack of layers."""
+
+    def _visible(self, mask: Tensor) -> Tensor:
+        return mask == 0  # transformers hides every key whose mask is not 0
 
 
 class BloomAttention(modeling_bloom.BloomAttention):
@@ -115,7 +120,7 @@ class BloomAttention(modeling_bloom.BloomAttention):
         output_attentions: bool = False,
         **kwargs: Any,
     ) -> tuple[Tensor, Any]:
-        """Compute attention. ``attention_mask`` comes from :class:`BloomModel`."""
+        """Compute attention. ``attention_mask`` comes from :class:`BloomModel`; in an export, it is a plain tensor."""
         query, key, value = self._reshape(self.query_key_value(hidden_states))
         out = attend_with_cache(
             query,
@@ -145,7 +150,7 @@ class MptAttention(modeling_mpt.MptAttention):
         attention_mask: Any = None,
         **kwargs: Any,
     ) -> tuple[Tensor, Any]:
-        """Compute attention. ``attention_mask`` comes from :class:`MptModel`."""
+        """Compute attention. ``attention_mask`` comes from :class:`MptModel`; in an export, it is a plain tensor."""
         mixed = self.Wqkv(hidden_states)
         if self.clip_qkv:
             mixed = mixed.clamp(min=-self.clip_qkv, max=self.clip_qkv)

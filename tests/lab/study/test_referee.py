@@ -14,7 +14,7 @@ from attention_priors.lab.report.tables import own_losses
 from attention_priors.lab.results import Results, read_rows
 from attention_priors.lab.strict_yaml import read_yaml
 from attention_priors.lab.study import Recipe
-from attention_priors.lab.study.recipe import POSITION_FIELDS
+from attention_priors.lab.study.sweep import POSITION_FIELDS
 
 ROOT = Path(__file__).parents[3]
 RECIPE = ROOT / "recipes/results/referee.yaml"

@@ -27,9 +27,10 @@ from attention_priors.lab.inspect import (
 )
 from attention_priors.lab.machine import WallClock
 from attention_priors.lab.study.materials import Materials
-from attention_priors.lab.study.recipe import POSITION_FIELDS, START_FIELDS, ModelPlan, Recipe
+from attention_priors.lab.study.recipe import ModelPlan, Recipe
 from attention_priors.lab.study.results import collect, read_measured
 from attention_priors.lab.study.runs import Progress, environment, run_folder, train_and_save, write_training
+from attention_priors.lab.study.sweep import POSITION_FIELDS, START_FIELDS
 from attention_priors.lab.tasks import EvaluationPlan
 from attention_priors.lab.tasks.subject import DTYPES
 from attention_priors.lab.train.extend import for_evaluation, mean_loss

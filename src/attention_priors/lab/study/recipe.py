@@ -15,7 +15,17 @@ from attention_priors.lab.data.sources import TokenizerSpec
 from attention_priors.lab.evaluate.settings import EvaluationSettings
 from attention_priors.lab.strict_yaml import Plugins, Strict, check_one_of, errors_at, validated
 from attention_priors.lab.study.runs import OwnFolders, Seeds, check_folders, extended_folder
-from attention_priors.lab.study.sweep import BEFORE, EXTENSION_AXIS, SCHEME_AXIS, Sweep, expand, overlaid, varied
+from attention_priors.lab.study.sweep import (
+    BEFORE,
+    EXTENSION_AXIS,
+    POSITION_FIELDS,
+    SCHEME_AXIS,
+    START_FIELDS,
+    Sweep,
+    expand,
+    overlaid,
+    varied,
+)
 from attention_priors.lab.tasks import CopyMixture, EvaluationPlan
 from attention_priors.lab.tasks.plan import known_tasks
 from attention_priors.lab.tasks.ruler import RULER_TASKS
@@ -166,11 +176,6 @@ class Scheme(PositionSettings):
             raise ValueError(f"an extension cannot be called {BEFORE!r}")
         check_folders("extensions", extensions)
         return extensions
-
-
-POSITION_FIELDS = set(PositionSettings.model_fields)
-START_FIELDS = {"attach", "rope_parameters"}
-"""Fields of a scheme that change a pretrained model."""
 
 
 class ExtensionSettings(MixtureSettings, PositionSettings):

@@ -10,9 +10,9 @@ from attention_priors._io import read_json
 from attention_priors.lab.machine import now
 from attention_priors.lab.results import FIELDS, FORMAT, recipe_sha256
 from attention_priors.lab.strict_yaml import RecipeError
-from attention_priors.lab.study.recipe import POSITION_FIELDS, ModelPlan, Recipe, Scheme
+from attention_priors.lab.study.recipe import ModelPlan, Recipe, Scheme
 from attention_priors.lab.study.runs import run_folder, united
-from attention_priors.lab.study.sweep import BEFORE, EXTENSION_AXIS, SCHEME_AXIS
+from attention_priors.lab.study.sweep import BEFORE, EXTENSION_AXIS, POSITION_FIELDS, SCHEME_AXIS
 
 if TYPE_CHECKING:
     from attention_priors.lab.study.images.recipe import ImageRecipe

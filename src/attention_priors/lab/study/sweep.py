@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 from pydantic import Field, ValidationError, field_validator
@@ -18,9 +18,13 @@ from attention_priors.lab.train.recipe import PositionSettings
 SECTIONS = ("training", "model", "evaluation", "extensions")
 """Sections of a scheme that an axis can change."""
 
-POSITIONS = tuple(PositionSettings.model_fields)
+POSITION_FIELDS = set(PositionSettings.model_fields)
+"""Settings of a scheme that determine how its models use positions."""
 
-WHOLE = (*POSITIONS, "attach", "rope_parameters")
+START_FIELDS = {"attach", "rope_parameters"}
+"""Settings of a scheme that change a pretrained model."""
+
+WHOLE = POSITION_FIELDS | START_FIELDS
 """Keys whose mappings are inherited whole; all other mappings are inherited key by key."""
 
 NAMED = ("extensions", "plans")
@@ -151,8 +155,14 @@ ALTERNATIVES = (("steps", "tokens"), ("batch_size", "tokens_per_step"))
 """Pairs of settings of which one replaces the other."""
 
 
-def overlaid(inherited: Any, own: Any, whole: Sequence[str] = WHOLE) -> Any:
-    """Merge settings with the inherited settings, key by key; an alternative setting replaces its counterpart."""
+def overlaid(inherited: Any, own: Any, whole: Collection[str] = WHOLE) -> Any:
+    """Merge settings with the inherited settings, key by key; an alternative setting replaces its counterpart.
+
+    Args:
+        inherited: settings of the parent.
+        own: settings that take precedence.
+        whole: keys whose values are replaced and not merged.
+    """
     if not isinstance(inherited, dict) or not isinstance(own, dict):
         return own
     replaced = {
@@ -260,7 +270,7 @@ def _at(scheme: Content, name: str, point: Point) -> Content:
 def _set(scheme: Content, setting: str, content: Any) -> None:
     first, *rest = setting.split(".")
     target = scheme
-    if first == "extensions" and rest[1:2] and rest[1] in POSITIONS:
+    if first == "extensions" and rest[1:2] and rest[1] in POSITION_FIELDS:
         way, first, *rest = rest
         ways = scheme["extensions"] = scheme.get("extensions") or {}
         target = ways[way] = dict(ways.get(way) or {})  # YAML aliases share one mapping
@@ -268,8 +278,8 @@ def _set(scheme: Content, setting: str, content: Any) -> None:
         for key in reversed(rest):
             content = {key: content}
         content = overlaid(target.get(first) or {}, content)
-    elif first not in POSITIONS:
-        raise ValueError(f"a setting must begin with one of {', '.join((*POSITIONS, *SECTIONS))}")
+    elif first not in POSITION_FIELDS:
+        raise ValueError(f"a setting must begin with one of {', '.join((*PositionSettings.model_fields, *SECTIONS))}")
     elif rest:
         described = target.get(first)
         if isinstance(described, str):
