@@ -30,6 +30,10 @@ else:
     importlib.import_module("attention_priors.attention.triton.kernels")
 
 
+# Inductor compiles and runs a program for each vector unit that the processor reports, to see whether the compiler can
+# use it. Trust the processor: that took five seconds in each process.
+os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
+
 # Imported modules stay. Collecting garbage among them would take a third of a second each time, for example at the end
 # of each training.
 gc.disable()
