@@ -31,7 +31,7 @@ else:
 
 
 # Inductor compiles and runs a program for each vector unit that the processor reports, to see whether the compiler can
-# use it. Trust the processor: that took five seconds in each process.
+# use it. This check took five seconds in each process, so trust the processor.
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
 
 # Imported modules stay. Collecting garbage among them would take a third of a second each time, for example at the end
