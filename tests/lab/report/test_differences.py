@@ -9,10 +9,18 @@ from scipy.stats import tukey_hsd
 from study_rows import Rows, asked_row, loss_row, study
 
 from attention_priors.lab.report.differences import differences, significant_difference
+from attention_priors.lab.report.table import Cell
 
 
-def lines(rows: Rows) -> dict[str, tuple[str, ...]]:
-    return {str(line[0]): tuple(map(str, line[1:])) for line in differences(rows.results()).lines}
+def columns(rows: Rows) -> dict[str, dict[str, str]]:
+    """Return the cells of each column by training length and scheme, with a star at the best."""
+    table, found = differences(rows.results()), {}
+    for line in table.lines:
+        for heading, cell in zip(table.header[table.words :], line[table.words :], strict=True):
+            if isinstance(cell, Cell):
+                name = " ".join(map(str, line[: table.words]))
+                found.setdefault(" ".join(heading.split()), {})[name] = f"{cell.text}{'*' * cell.best}"
+    return found
 
 
 def shares(right: dict[str, list[int]], length: int = 512, **others: Any) -> Rows:
@@ -51,8 +59,8 @@ def test_equal_schemes_are_seldom_told_apart(worst: float) -> None:
 
 def test_shares_are_judged_by_chance_in_the_texts_too() -> None:
     """Seeds that agree exactly do not make a small difference certain, but do a large one."""
-    (line,) = lines(shares({"A": [20, 20, 20], "B": [19, 19, 19], "C": [0, 0, 0]})).values()
-    assert line == ("A 100 %", "B 95 %", "C 0 %")
+    (found,) = columns(shares({"A": [20, 20, 20], "B": [19, 19, 19], "C": [0, 0, 0]})).values()
+    assert found == {"A": "100*", "B": "95*", "C": "0"}
 
 
 def test_a_length_that_was_not_reached_counts_as_0() -> None:
@@ -60,9 +68,9 @@ def test_a_length_that_was_not_reached_counts_as_0() -> None:
     for seed in range(2):
         row = asked_row(2048, None, 20, 20, plan="needles", task="niah_single_2")
         rows.append({"scheme": "A", "seed": seed} | row)
-    assert lines(rows) == {
-        "needles: niah_single_2, 512 tokens": ("A 100 %", "B 100 %", "–"),
-        "needles: niah_single_2, 2048 tokens": ("A 100 %", "–", "B 0 %"),
+    assert columns(rows) == {
+        "needles: niah_single_2, 512 tokens": {"A": "100", "B": "100"},  # no difference, so none is marked
+        "needles: niah_single_2, 2048 tokens": {"A": "100*", "B": "0"},
     }
 
 
@@ -72,37 +80,35 @@ def test_losses_are_compared_within_training_and_at_the_farthest_positions() -> 
         for seed in range(1 if name == "single" else 3):
             for position, nll in ((44.9, near), (181.0, near), (2896.3, far)):
                 rows.append({"scheme": name, "seed": seed} | loss_row(position, nll + 0.02 * seed, 10))
-    assert lines(rows) == {
-        "perplexity within training": ("A 20.5", "B 20.7", "–"),
-        "perplexity at 2896 tokens": ("A 20.5", "–", "B 151"),
+    assert columns(rows) == {
+        "perplexity within training": {"A": "20.5", "B": "20.7"},
+        "perplexity at 2896 tokens": {"A": "20.5*", "B": "151"},
     }
-    # A missing loss leaves its scheme out, and a line needs two schemes.
+    # A missing loss leaves its scheme out, and a column needs two schemes.
     for row in rows.of("perplexity", scheme="B", seed=2, position=2896.3):
         row["nll"] = None
-    assert [*lines(rows)] == ["perplexity within training"]
+    assert [*columns(rows)] == ["perplexity within training"]
 
 
-def test_more_lines_need_larger_differences() -> None:
-    """The 5 % hold for the whole table, so each of many lines is judged more strictly."""
+def test_more_columns_need_larger_differences() -> None:
+    """The 5 % hold for the whole table, so each of many columns is judged more strictly."""
     alone = shares({"A": [20, 18, 16], "B": [10, 8, 6]})
-    (line,) = lines(alone).values()
-    assert line == ("A 90 %", "–", "B 40 %")
+    (found,) = columns(alone).values()
+    assert found == {"A": "90*", "B": "40"}
     for length in range(1000, 1060):
         for name in "AB":
             for seed in range(3):
                 alone.append({"scheme": name, "seed": seed} | asked_row(length, None, 20, 20))
-    assert lines(alone)["pass keys, 512 tokens"] == ("A 90 %", "B 40 %", "–")
+    assert columns(alone)["pass keys, 512 tokens"] == {"A": "90", "B": "40"}
 
 
 def test_only_models_of_the_same_training_length_are_compared() -> None:
     rows = shares({"A": [20, 20, 20], "B": [0, 0, 0], "A → longer": [10, 10, 10], "B → longer": [0, 0, 0]})
     for scheme in rows.of("scheme"):
         scheme["context_length"] = 512 if "→" in scheme["scheme"] else 128
-    assert lines(rows) == {
-        "pass keys, 512 tokens, trained at 128": ("A 100 %", "–", "B 0 %"),
-        "pass keys, 512 tokens, trained at 512": ("A → longer 50 %", "–", "B → longer 0 %"),
-    }
+    (found,) = columns(rows).values()
+    assert found == {"128 A": "100*", "128 B": "0", "512 A → longer": "50*", "512 B → longer": "0"}
 
 
 def test_studies_with_single_seeds_have_no_table() -> None:
-    assert not lines(shares({"A": [20], "B": [0]}))
+    assert not differences(shares({"A": [20], "B": [0]}).results()).lines

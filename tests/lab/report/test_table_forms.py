@@ -42,6 +42,12 @@ def test_markdown_is_escaped():
     assert SMALL.markdown() == "50 % of \\$x\\$\n\n" + "".join(f"{line}\n" for line in lines)
 
 
+def test_the_best_numbers_are_bold():
+    table = Table("t", "", ["a", "n"], [["x", Cell("1_", "[0, 2]", best=True)], ["y", Cell("0")]])
+    assert table.markdown().splitlines()[-2:] == ["| x | **1\\_ [0, 2]** |", "| y | 0 |"]
+    assert "x & \\shortstack[r]{\\textbf{1\\_}\\\\{\\tiny {[}0, 2{]}}}" in table.latex()
+
+
 def test_repeated_words_are_omitted():
     table = Table(
         "t", "", ["a", "b", "c"], [["x", "y", "1"], ["x", "y", "2"], ["x", "z", "3"], ["w", "z", "4"]], words=2

@@ -12,8 +12,8 @@ import numpy as np
 from attention_priors.lab.intervals import CONFIDENCE
 from attention_priors.lab.report import estimates
 from attention_priors.lab.report.estimates import by_scheme
-from attention_priors.lab.report.table import ABSENT, Table
-from attention_priors.lab.report.wording import listing, percent, wording
+from attention_priors.lab.report.table import Cell, Table
+from attention_priors.lab.report.wording import percent, wording
 from attention_priors.lab.results import Frame, Results
 
 
@@ -22,7 +22,7 @@ class Measure:
     """One number per seed of each scheme.
 
     Attributes:
-        title: Name of the measure.
+        title: Name of the measure, which heads its column.
         values: Values by scheme, on a scale where seeds vary about equally. Larger is better.
         written: Mean of each scheme, formatted.
         least_variance: Variance that chance in the texts alone would give; a lower one is due to chance.
@@ -40,19 +40,22 @@ class Measure:
 
 
 def differences(results: Results) -> Table:
-    """Return, for each measure, the best scheme, the schemes level with it, and the worse schemes.
+    """Return the mean of each measure for each scheme, with the best schemes marked.
 
     Only models of the same training length are compared.
     """
     found = [
-        replace(one, title=one.title + trained)
-        for trained, models in _by_training(results)
-        for one in _measures(models)
-        if len(one.groups) > 1
+        (trained, one) for trained, models in _by_training(results) for one in _measures(models) if len(one.groups) > 1
     ]
-    lines = [_line(one, 1 - (1 - CONFIDENCE) / len(found)) for one in found]
-    header = ["measure", "best", "level with the best", "worse"]
-    return Table("differences", wording("differences", measures=len(found)), header, lines, words=4)
+    columns = {one.title: one.title.replace(", ", ",\n") for _, one in found}
+    lines: dict[tuple[str, ...], dict[str, Cell]] = {}
+    for trained, one in found:
+        best = _best(one, 1 - (1 - CONFIDENCE) / len(found))
+        for name in one.groups:
+            lines.setdefault((*trained, name), {})[one.title] = Cell(one.written[name], best=name in best)
+    first = [*["trained at" for trained, _ in found[:1] for _ in trained], "scheme"]
+    about = wording("differences", measures=len(found), trained=len(first) > 1)
+    return Table.across("differences", about, first, columns, lines.items())
 
 
 def significant_difference(
@@ -81,28 +84,27 @@ def _studentized_range(confidence: float, groups: int, freedom: int) -> float:
     return float(studentized_range.ppf(confidence, groups, freedom))
 
 
-def _line(measure: Measure, confidence: float) -> list[str]:
+def _best(measure: Measure, confidence: float) -> set[str]:
+    """Return the best scheme and those level with it, or nothing if no scheme is worse."""
     groups = measure.groups
     apart = significant_difference(groups, confidence, measure.least_variance)
-    means = {name: float(np.mean(seeds)) for name, seeds in groups.items()}
-    best, *others = sorted(means, key=lambda name: -means[name])
-    level, worse = [], []
-    for name in others:
-        needed = apart * math.sqrt((1 / len(groups[best]) + 1 / len(groups[name])) / 2)
-        (worse if means[best] - means[name] > needed else level).append(f"{name} {measure.written[name]}")
-    return [measure.title, f"{best} {measure.written[best]}", *(listing(part) or ABSENT for part in (level, worse))]
+    means = {name: np.mean(seeds) for name, seeds in groups.items()}
+    first = max(means, key=lambda name: means[name])
+    needed = {name: apart * math.sqrt((1 / len(groups[first]) + 1 / len(groups[name])) / 2) for name in means}
+    level = {name for name in means if means[first] - means[name] <= needed[name]}
+    return level if level < means.keys() else set()
 
 
-def _by_training(results: Results) -> Iterator[tuple[str, Results]]:
-    """Yield the results of each training length, with the words that name it if there are several."""
+def _by_training(results: Results) -> Iterator[tuple[tuple[str, ...], Results]]:
+    """Yield the results of each training length, with the length if there are several."""
     lengths = results.context_lengths
     if len(lengths) < 2:
-        yield "", results
+        yield (), results
         return
     for length in lengths:
         names = [name for name in results.names if results.context_length(name) == length]
         frames = {kind: rows[rows.scheme.isin(names)] for kind, rows in results.frames.items()}
-        yield f", trained at {length}", replace(results, frames=frames)
+        yield (str(length),), replace(results, frames=frames)
 
 
 def _measures(results: Results) -> Iterator[Measure]:
@@ -129,7 +131,7 @@ def _shares(title: str, rows: Frame, unit: str = "tokens") -> Iterator[Measure]:
         share = seeds.merge(here, how="left", on=["scheme", "seed"]).fillna({"share": 0.0})
         # The arcsine of the root gives shares of n texts the variance 1/4n at any mean.
         values = {name: [*np.arcsin(np.sqrt(own.share))] for name, own in by_scheme(share)}
-        written = {name: f"{percent(own.share.mean())} %" for name, own in by_scheme(share)}
+        written = {name: percent(own.share.mean()) for name, own in by_scheme(share)}
         yield Measure(f"{title}, {length} {unit}", values, written, 1 / (4 * here.trials.min()))
 
 

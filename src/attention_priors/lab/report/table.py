@@ -151,7 +151,10 @@ class Table:
 
 
 def _markdown(line: Line) -> list[str]:
-    return ["".join(f"\\{c}" if c in r"\|*_`<>$" else c for c in " ".join(str(cell).split())) for cell in line]
+    texts = ["".join(f"\\{c}" if c in r"\|*_`<>$" else c for c in " ".join(str(cell).split())) for cell in line]
+    return [
+        f"**{text}**" if isinstance(cell, Cell) and cell.best else text for text, cell in zip(texts, line, strict=True)
+    ]
 
 
 _BRACED = {ord(character): f"{{{character}}}" for character in "[]*"}
@@ -170,6 +173,7 @@ _ENCODER = UnicodeToLatexEncoder(
 def _latex(cell: Cell | str) -> str:
     if isinstance(cell, Cell):
         text, small = (_ENCODER.unicode_to_latex(part) for part in cell[:2])
+        text = f"\\textbf{{{text}}}" if cell.best else text
         return f"\\shortstack[r]{{{text}\\\\{{\\tiny {small}}}}}" if small else text
     lines = [_ENCODER.unicode_to_latex(" ".join(line.split())) for line in cell.split("\n")]
     return lines[0] if len(lines) == 1 else "\\shortstack[r]{" + r"\\".join(lines) + "}"
