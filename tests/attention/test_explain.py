@@ -14,6 +14,7 @@ from attention_priors import (
     Laplace,
     ShawVectors,
     Spectral,
+    SSMax,
     explain,
 )
 from attention_priors.attention.plan import make_plan
@@ -84,6 +85,9 @@ def test_treatment_of_large_numbers_is_explained() -> None:
     assert "from query 0 on, a constant is subtracted from the table" in explain(QUERY, KEY, VALUE, far)
     gates = torch.full((1, 4, 300), -1e4, dtype=torch.float64).cumsum(-1)
     assert "rows are computed in float64, block by block" in explain(QUERY, KEY, VALUE, key_bias=-gates)
+    # Blocks of a head that forgets half in each token are short enough for float32.
+    gates[:, :2], gates[:, 2:] = (torch.tensor(gate).log() * torch.arange(300) for gate in (0.5, 0.999))
+    assert "float64" not in explain(QUERY, KEY, VALUE, key_bias=-gates, logit_scale=SSMax(4, init=0.4))
 
 
 def test_a_requested_backend_computes_or_gives_the_reason() -> None:

@@ -95,19 +95,26 @@ def test_log_weights_at_131072_tokens_are_exact(gate: float, dtype: torch.dtype,
     st.integers(0, 999),
     st.sampled_from([0.0, 1e-6, 0.5, 0.9, 0.999, 1.0]),
     st.sampled_from([0.0, 1.0]),
+    st.sampled_from([None, 0.999]),
     st.sampled_from([40, 700]),
+    st.sampled_from([None, 0.4]),
 )
-def test_gates_from_0_to_1_match_the_reference(seed: int, gate: float, other: float, length: int) -> None:
+def test_gates_from_0_to_1_match_the_reference(
+    seed: int, gate: float, other: float, last_head: float | None, length: int, scale: float | None
+) -> None:
     generator = torch.Generator().manual_seed(seed)
     gates = torch.full((1, 2, length), gate, dtype=torch.float64)
+    if last_head is not None:
+        gates[:, 1] = last_head
     gates[torch.rand(gates.shape, generator=generator) < 0.1] = other
     bias = forgetting(gates).requires_grad_()
     inputs = [torch.randn(1, 2, length, 8, generator=generator) for _ in range(3)]
-    prior = GeneralizedGaussian(2, init="roles")
+    prior, logit_scale = GeneralizedGaussian(2, init="roles"), None if scale is None else SSMax(2, init=scale)
     results = []
     for dtype, backend in ((torch.float64, "reference"), (torch.float32, "toeplitz")):
         query, key, value = (x.to(dtype).requires_grad_() for x in inputs)
-        out = attend(query, key, value, prior, key_bias=bias, backend=backend)  # pyright: ignore[reportArgumentType]
+        options: dict[str, Any] = {"key_bias": bias, "logit_scale": logit_scale, "backend": backend}
+        out = attend(query, key, value, prior, **options)
         results.append([out, *torch.autograd.grad(out.square().sum(), [query, key, value, bias])])
     for exact, found in zip(*results, strict=True):
         torch.testing.assert_close(found.double(), exact.double(), rtol=1e-4, atol=1e-4)

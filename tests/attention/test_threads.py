@@ -50,8 +50,9 @@ def numbers(on_threads: int, prior: Prior | None = None, **options: Any) -> list
         {"tolerance": 1e-4},
         {"key_padding_mask": torch.arange(1100) % 7 == 3},
         {"prior": Fire(8, init={"threshold": 100.0})},
+        {"key_bias": (torch.arange(1100.0) * torch.tensor([1.0, 0.001, 1e-6, 1e-6])[:, None]).repeat(2, 1, 1)},
     ],
-    ids=["table", "scaled", "pruned", "padded", "network"],
+    ids=["table", "scaled", "pruned", "padded", "network", "steep"],
 )
 def test_threads_give_bitwise_equal_results(options: dict[str, Any]) -> None:
     if "key_padding_mask" in options:

@@ -27,6 +27,9 @@ from attention_priors.priors.base import ScaledDistance
 
 ROWS = 256
 """Queries per tile. Half as many for at most ``MOST_KEYS`` keys."""
+LEAST_ROWS = 128
+"""Smallest number of queries per tile, however steep key biases are. Rows far from 0 are cheaper here than in the
+forward pass."""
 MOST_KEYS = 512
 """Largest number of keys per tile."""
 NUMBERS = 2**18
@@ -67,7 +70,9 @@ def backward(
     out_grad, lse_grad = grads[0], grads[1].to(problem.dtype)
     geometry = problem.geometry
     block_rows = ROWS if geometry.num_keys > MOST_KEYS else ROWS // 2
-    block_rows = BLOCK if problem.kept is not None else problem.level(block_rows, 0.75 * LARGEST_WITH_KEYS)
+    block_rows = (
+        BLOCK if problem.kept is not None else min(problem.levels(block_rows, 0.75 * LARGEST_WITH_KEYS, LEAST_ROWS))
+    )
     bias_in_bits, bias = problem.bias(1 / NATS_PER_BIT), problem.bias()
     relative = lse if problem.key_bias is None else lse - _constants(problem, bias, block_rows)
     relative = relative.to(problem.dtype, copy=True).masked_fill_(torch.isneginf(lse), 0.0)

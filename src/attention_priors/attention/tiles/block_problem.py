@@ -19,9 +19,6 @@ from attention_priors.attention.tiles.scaled import ScaledBias
 from attention_priors.attention.tiles.tiling import FEW_NUMBERS, FEW_PAIRS, Part, Tile, Tiling, divide
 from attention_priors.priors.base import ScaledDistance
 
-LEAST_ROWS = 128
-"""Smallest number of queries per block, however steep biases are."""
-
 HEADS_OF_NETWORK = 4
 """Approximate number of heads that are computed together if they share a network, and thus its hidden units."""
 
@@ -205,19 +202,25 @@ class BlockProblem:
             count = batch * heads  # each head keeps keys of its own
         return divide(batch, heads, kv_heads, count, unit)
 
-    def level(self, rows: int, nats: float, heads: slice = EVERY) -> int:
-        """Return ``rows``, halved until key biases change by at most ``nats`` along a block of queries.
+    def levels(self, rows: int, nats: float, least: int) -> list[int]:
+        """Return, for each head, ``rows`` halved until scaled key biases change by at most ``nats`` along a block.
 
-        The engine subtracts a block's best bias. Rows that are still far from 0 take slower paths.
+        The engine subtracts a block's best bias. Rows that are still far from 0 take slower paths. Blocks shorter than
+        ``least`` would be slower.
         """
-        biases = None if self.key_bias is None else self.key_bias[:, heads]
-        while biases is not None and rows > LEAST_ROWS:
-            apart = min(rows, biases.shape[-1] - 1)
-            change = biases[..., apart:] - biases[..., : biases.shape[-1] - apart]
-            if float(change.abs().amax()) <= nats:
+        levels = [rows] * self.geometry.heads
+        if self.key_bias is None:
+            return levels
+        scale = 1.0 if self.row_scale is None else self.row_scale.abs().amax((0, 2))
+        while rows > least:
+            apart = min(rows, self.key_bias.shape[-1] - 1)
+            change = self.key_bias[..., apart:] - self.key_bias[..., : self.key_bias.shape[-1] - apart]
+            steep = (change.abs().amax((0, 2)) * scale > nats).tolist()
+            if not any(steep):
                 break
             rows //= 2
-        return rows
+            levels = [min(level, rows) if is_steep else level for level, is_steep in zip(levels, steep, strict=True)]
+        return levels
 
     def scaled_bias(self, dtype: torch.dtype, unit: float = 1.0) -> ScaledBias | None:
         """Return the bias of the network, with ``unit`` as the value of one nat; None without a network."""

@@ -28,6 +28,8 @@ from attention_priors.precision import NEAR, compute_dtype_of
 
 ROWS = 1024
 """Queries per block. The CPU's kernel is fastest from 768 queries on."""
+LEAST_ROWS = 16
+"""Smallest number of queries per block, however steep key biases are."""
 DIAGONAL_ROWS = 128
 """Least number of queries per tile next to the causal diagonal. Smaller tiles waste less work on hidden keys."""
 AVX512 = torch.backends.cpu.get_cpu_capability() == "AVX512"
@@ -81,7 +83,7 @@ def _sizes_of(problem: BlockProblem, bias_of: Bias, heads: slice = EVERY) -> _Si
     geometry = problem.geometry
     diagonal = DIAGONAL_ROWS if problem.is_large(PAIRS) else SHARED_DIAGONAL_ROWS
     if not bias_of.in_memory:
-        return _Sizes(None, problem.level(ROWS, 0.75 * NEAR, heads), None, diagonal)
+        return _Sizes(None, min(problem.levels(ROWS, 0.75 * NEAR, LEAST_ROWS)[heads]), None, diagonal)
     # Heads share a bias that is only a mask.
     most, matrices = None, geometry.batch
     # The features of a network take memory too.
@@ -90,8 +92,12 @@ def _sizes_of(problem: BlockProblem, bias_of: Bias, heads: slice = EVERY) -> _Si
         tile = min(largest, geometry.num_queries) * min(KEYS_IN_MEMORY, geometry.num_keys)
         most = matrices = min(geometry.batch * geometry.heads, max(2, block_length(tile, BIAS_NUMBERS)))
     rows = min(largest, max(DIAGONAL_ROWS, block_length(matrices * KEYS_IN_MEMORY, BIAS_NUMBERS)))
+    levels = problem.levels(rows, 0.75 * NEAR, LEAST_ROWS)
+    if len({*levels}) > 1:
+        most = 1  # each head has blocks of its own length
+    rows = min(levels[heads])
     keys = block_length(matrices * min(rows, geometry.num_queries), BIAS_NUMBERS)
-    return _Sizes(most, problem.level(rows, 0.75 * NEAR, heads), max(KEYS_IN_MEMORY, keys), diagonal)
+    return _Sizes(most, rows, max(KEYS_IN_MEMORY, keys), diagonal)
 
 
 def _has_room(content: Content, problem: BlockProblem) -> bool:
@@ -136,8 +142,8 @@ def _attend_part(
 ) -> None:
     """Write the ``result`` of a part, and the constants that its log-sum-exps lack."""
     key, value = keys_and_values(content, part.of_keys)
-    if problem.kept is not None:
-        # Pruned heads are computed one by one, and may have larger tiles than the steepest head.
+    if problem.kept is not None or problem.key_bias is not None:
+        # The heads of this part may have longer blocks than the steepest head.
         sizes = _sizes_of(problem, bias_of, part.heads)
     in_column, column = problem.key_bias is not None and bias_of.key_bias is None, content.key.shape[-1]
     far = False
