@@ -24,7 +24,7 @@ from attention_priors.attention.tiles.tiling import Part
 
 @contextmanager
 def small_blocks(size: int, worth_pruning: float = math.inf) -> Iterator[None]:
-    """Use blocks of ``size`` and matching settings. Heads with little to gain are pruned too."""
+    """Use blocks of ``size`` and matching settings. With a tolerance, heads with little to gain are pruned too."""
     with ExitStack() as stack:
         for module in (forward, backward, block_problem, bounds, operator, certificate, report):
             stack.enter_context(mock.patch.object(module, "BLOCK", size))
@@ -35,6 +35,7 @@ def small_blocks(size: int, worth_pruning: float = math.inf) -> Iterator[None]:
                 TOGETHER=2,
                 NUMBERS=200,
                 WORTH_PRUNING=worth_pruning,
+                MOST_PAIRS=0,
             )
         )
         stack.enter_context(mock.patch.multiple(band, BAND_ROWS=max(1, size // 2), BAND=2))

@@ -11,7 +11,7 @@ from attention_errors import Cotangents, compute, errors, float32_tolerance, gra
 from attention_oracle import oracle
 from hypothesis import given
 from hypothesis import strategies as st
-from pruning_cases import attend_pruned, prunable_cases, small_blocks, spread
+from pruning_cases import attend_pruned, prunable_cases, pruned_above, small_blocks, spread
 
 from attention_priors import (
     GeneralizedGaussian,
@@ -22,6 +22,7 @@ from attention_priors import (
     SSMax,
     Window,
     attend,
+    explain,
     pruning_report,
 )
 from attention_priors.attention import operator
@@ -31,6 +32,7 @@ from attention_priors.attention.problem import make_problem
 from attention_priors.attention.pruning import band
 from attention_priors.attention.pruning import certificate as pruning
 from attention_priors.attention.pruning import report as pruning_effects
+from attention_priors.attention.tiles import backend
 from attention_priors.attention.tiles.backend import operator_inputs
 from attention_priors.attention.tiles.block_problem import all_of
 from thoroughness import every_other_deep, every_other_slow
@@ -169,6 +171,41 @@ def test_gradients_match_the_computed_pairs(name: str) -> None:
 def _random(length: int, *heads: int, width: int = 16) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(length)
     return [torch.randn(1, h, length, width, generator=generator) for h in heads]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("scale", [None, 0.4])
+@pytest.mark.parametrize("by", ["prior", "key_bias"])
+def test_without_a_tolerance_only_keys_without_weight_are_skipped(by: str, scale: float | None, dtype: Any) -> None:
+    """Nothing is lost: results and gradients differ by rounding from those of all keys, also in float64."""
+    generator, slopes = torch.Generator().manual_seed(0), torch.tensor([2.0, 0.5, 0.01, 1e-6])
+    shape = (1, 4, 1100, 8)
+    query, key, value = (torch.randn(shape, generator=generator, dtype=dtype, requires_grad=True) for _ in range(3))
+    prior = Laplace(4, slopes=slopes.tolist(), learn=True) if by == "prior" else None
+    options: dict[str, Any] = {"logit_scale": None if scale is None else SSMax(4, init=scale)}
+    learned = [query, key, value, *([] if prior is None else prior.parameters())]
+    if by == "key_bias":
+        options["key_bias"] = (slopes[:, None] * torch.arange(1100.0))[None].double().requires_grad_()
+        learned.append(options["key_bias"])
+
+    def computed() -> list[torch.Tensor]:
+        out = attend(query, key, value, prior, **options)
+        return [out, *torch.autograd.grad(out.square().sum(), learned)]
+
+    with pruned_above(0):
+        found = computed()
+        assert "blocks of keys that together weigh less than 2^-64 are skipped" in explain(
+            query, key, value, prior, **options
+        )
+        flat: dict[str, Any] = options | ({} if prior is not None else {"key_bias": options["key_bias"] * 1e-3})
+        assert "skipped" not in explain(query, key, value, prior and Laplace(4, slopes=[1e-3] * 4), **flat)
+    with mock.patch.object(backend, "_may_be_weightless", return_value=False):
+        whole = computed()
+    near = 1e-12 if dtype == torch.float64 else 1e-5
+    for one, other in zip(found, whole, strict=True):
+        # Gradients of a prior are float32.
+        tolerance = max(near, 1e-5 if one.dtype == torch.float32 else 0.0)
+        torch.testing.assert_close(one, other, rtol=tolerance, atol=tolerance * float(other.abs().max()))
 
 
 @pytest.mark.slow

@@ -112,7 +112,9 @@ def attend(
             ``‖o_i - ô_i‖ ≤ 2 tolerance · max_j ‖v_j‖``, and the log-sum-exp is low by at most ``-ln(1 - tolerance)``.
             Gradients are exact for the pruned computation. Heads whose prior decays with distance then take linear
             time. Only ``toeplitz`` and ``triton`` prune. Positions with gaps or an ``attn_mask`` disable pruning. So do
-            up to 3072 keys, on GPUs 524288, because choosing among them takes longer than reading them.
+            up to 3072 keys, on GPUs 524288, because choosing among them takes longer than reading them. At 0,
+            ``toeplitz`` skips keys only where rounding does not show it, not even in float64: outside of compiled
+            programs and for at least 256 queries, blocks that together weigh less than 2^-64.
         key_bounds: :class:`KeyBounds` of ``key``, stored with a KV cache. Fewer than 32 queries are pruned only with
             bounds, from 16385 keys on.
         key_bias: bias of each key in nats, added to the log-prior of every query: finite, ``(B, H or Hkv, Lk)`` in

@@ -15,6 +15,7 @@ from attention_priors.attention.problem import Problem
 from attention_priors.attention.pruning.certificate import why_not_prune
 from attention_priors.attention.selftest import CHECKED, Variant, fault
 from attention_priors.attention.triton.backend import why_not as why_not_triton
+from attention_priors.precision import can_be_read
 from attention_priors.priors import Prior, Structure
 
 Backend = Literal["auto", "reference", "blockwise", "lanes", "toeplitz", "flex", "triton"]
@@ -109,13 +110,15 @@ def _why_unpruned(
     problem: Problem, engine: Backend, lanes: Sequence[int] = (), scaled: Sequence[int] = ()
 ) -> str | None:
     """Return why an engine prunes no key; None if it prunes. ``lanes`` and ``scaled`` are as in :class:`Plan`."""
-    if problem.tolerance == 0:
+    # Keys without weight are skipped only if reading values costs no waiting.
+    exact = problem.tolerance == 0
+    if exact and not can_be_read(problem.query):
         return "tolerance is 0"
     if engine not in PRUNING:
         return f"only {' and '.join(PRUNING)} prune"
     if scaled:
         return "there is no bound for a network of a scaled distance"
-    return why_not_prune(problem.geometry, bounded=problem.key_bounds is not None and not lanes)
+    return why_not_prune(problem.geometry, bounded=problem.key_bounds is not None and not lanes, exact=exact)
 
 
 def needs_autograd(problem: Problem) -> bool:
@@ -163,7 +166,7 @@ def _choose(problem: Problem, need_lse: bool) -> tuple[Backend, str]:
     if all(Structure.STATIONARY in term.structure for term in problem.terms):
         if problem.query.dtype in (torch.float16, torch.bfloat16):
             return "toeplitz", "lanes need float32, and a table allows products in half precision"
-        if _why_unpruned(problem, "toeplitz") is None:
+        if problem.tolerance > 0 and _why_unpruned(problem, "toeplitz") is None:
             return "toeplitz", "pruning has tighter bounds for a table than for lanes"
     return "lanes", "all of the prior is factored"
 

@@ -40,6 +40,11 @@ NUMBERS = 2**20
 """Numbers per working buffer."""
 NUMBERS_ON_CUDA = 2**26
 """``NUMBERS`` on GPUs: 256 MiB in float32."""
+WEIGHTLESS = 2.0**-64
+"""Share of its weight that a query may lose with a tolerance of 0: far below the rounding errors of float64 (2^-53)."""
+MOST_PAIRS = 2**36
+"""Number of query-key pairs (262144 tokens) up to which a tolerance of 0 skips keys. Beyond, the search takes about as
+much memory as the queries."""
 WORTH_PRUNING = 0.8
 """Largest share of kept blocks at which a head is pruned. Above, large tiles over all blocks are faster."""
 FEWEST_KEYS = 3 * 2**10
@@ -101,13 +106,18 @@ def keep_everything(geometry: Geometry) -> Pruned:
     )
 
 
-def why_not_prune(geometry: Geometry, *, bounded: bool) -> str | None:
+def why_not_prune(geometry: Geometry, *, bounded: bool, exact: bool) -> str | None:
     """Return why attention does not prune; None if it does.
 
     Args:
         geometry: Positions and masks.
         bounded: Whether the caller has bounds of the keys.
+        exact: Whether the tolerance is 0.
     """
+    if exact and geometry.num_queries < BLOCK:
+        return f"with a tolerance of 0, it needs {BLOCK} queries"
+    if exact and geometry.num_queries * geometry.num_keys > MOST_PAIRS:
+        return "with a tolerance of 0, it would take too much memory"
     if geometry.attn_mask is not None:
         return "an attn_mask may hide any key"
     few = geometry.num_queries < FEWEST_QUERIES

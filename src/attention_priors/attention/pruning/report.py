@@ -46,7 +46,7 @@ def pruning_report(query: Tensor, key: Tensor, prior: Prior | None = None, **opt
     """
     problem = make_problem(query, key, key, prior, **options)
     if problem.tolerance == 0:
-        raise ValueError("tolerance must be above 0, got 0: attend() skips nothing with tolerance=0")
+        raise ValueError("tolerance must be above 0, got 0: attend() then skips only keys without weight")
     geometry, plan = problem.geometry, make_plan(problem, "auto", need_lse=False)
     if geometry.offset is None or plan.unpruned is not None:
         # Positions with gaps are computed in full. A table of all their distances would be as large as a dense bias.

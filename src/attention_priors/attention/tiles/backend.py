@@ -6,6 +6,7 @@ bias matrix.
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -16,10 +17,12 @@ from torch._C._functorch import get_unwrapped, is_batchedtensor, is_functorch_wr
 from attention_priors.attention.geometry import Geometry
 from attention_priors.attention.grids import Grids
 from attention_priors.attention.lanes import with_lanes
+from attention_priors.attention.observe import note
 from attention_priors.attention.operator import attend_in_tiles, choose_kept_blocks, geometry_arguments
 from attention_priors.attention.plan import Plan
 from attention_priors.attention.problem import Problem
 from attention_priors.attention.pruning.bounds import Balls
+from attention_priors.attention.pruning.certificate import WEIGHTLESS
 from attention_priors.attention.reference import blockwise
 from attention_priors.attention.tables import consecutive_table, table_at, table_of_keys, table_of_network, visible_at
 from attention_priors.attention.tiles.bare import attend_bare
@@ -53,11 +56,25 @@ def attend_in_blocks(problem: Problem, plan: Plan, *, fused: bool) -> tuple[Tens
     if inputs is None:
         return blockwise(problem)
     kept = problem.kept
-    if plan.unpruned is None:
-        chosen = choose_kept_blocks(problem.tolerance, balls_of(problem, plan), *inputs, None, fused)
-        kept = chosen if kept is None else kept & chosen
+    if plan.unpruned is None and (problem.tolerance > 0 or _may_be_weightless(problem, *inputs[4:6])):
+        tolerance = problem.tolerance or WEIGHTLESS
+        chosen = choose_kept_blocks(tolerance, balls_of(problem, plan), *inputs, None, fused)
+        if problem.tolerance > 0 or not bool(chosen.all()):
+            note("blocks of keys that together weigh less than 2^{} are skipped", round(math.log2(tolerance)))
+            kept = chosen if kept is None else kept & chosen
     out, lse = attend_in_tiles(*inputs, kept, fused)
     return out.to(problem.query.dtype), lse
+
+
+def _may_be_weightless(problem: Problem, table: Tensor | None, key_bias: Tensor | None) -> bool:
+    """Return whether log-priors of a head are so far apart that, with equal contents, some keys have no weight."""
+    span = torch.zeros((), dtype=torch.float64)
+    for numbers in (table, key_bias):
+        if numbers is not None:
+            span = span + numbers.detach().amax(-1) - numbers.detach().amin(-1)
+    if problem.row_scale is not None and problem.scales_prior:
+        span = span * problem.row_scale.detach().abs().amax(-1)
+    return bool((span > -math.log(WEIGHTLESS)).any())
 
 
 def operator_inputs(problem: Problem, plan: Plan, fused: bool = False, limited: bool = True) -> tuple[Any, ...] | None:

@@ -59,7 +59,7 @@ def attend_bare(problem: Problem, plan: Plan, *, need_lse: bool) -> tuple[Tensor
         geometry.has_given_positions
         or geometry.attn_mask is not None
         or problem.kept is not None
-        or plan.unpruned is None
+        or (plan.unpruned is None and problem.tolerance > 0)
         or query.device.type != "cpu"
         or not nobody_watches(query, learning=True)
     ):

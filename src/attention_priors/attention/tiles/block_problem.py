@@ -209,12 +209,13 @@ class BlockProblem:
         ``least`` would be slower.
         """
         levels = [rows] * self.geometry.heads
-        if self.key_bias is None:
-            return levels
+        if self.key_bias is None or self.hidden is None:
+            return levels  # all queries see the best bias
+        number = self.key_bias.shape[-1]
         scale = 1.0 if self.row_scale is None else self.row_scale.abs().amax((0, 2))
         while rows > least:
-            apart = min(rows, self.key_bias.shape[-1] - 1)
-            change = self.key_bias[..., apart:] - self.key_bias[..., : self.key_bias.shape[-1] - apart]
+            apart = min(rows, self.geometry.num_queries, number) - 1
+            change = self.key_bias[..., apart:] - self.key_bias[..., : number - apart]
             steep = (change.abs().amax((0, 2)) * scale > nats).tolist()
             if not any(steep):
                 break

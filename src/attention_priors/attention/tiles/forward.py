@@ -20,7 +20,7 @@ from attention_priors.attention.geometry import block_length
 from attention_priors.attention.observe import note
 from attention_priors.attention.pruning.bounds import BLOCK
 from attention_priors.attention.tiles.bias import Bias, far_rows
-from attention_priors.attention.tiles.block_problem import EVERY, BlockProblem, Content, widened
+from attention_priors.attention.tiles.block_problem import BlockProblem, Content, widened
 from attention_priors.attention.tiles.exact import recompute_rows
 from attention_priors.attention.tiles.threads import share
 from attention_priors.attention.tiles.tiling import Part, RowBlock, Tile, ranges_of
@@ -71,33 +71,31 @@ class _Sizes(NamedTuple):
 
     matrices: int | None
     """Largest number of matrices (heads of rows of the batch) in a part; None for no limit."""
-    rows: int
-    """Queries per block."""
-    keys: int | None
-    """Largest number of keys per tile; None for all keys."""
+    rows: list[int]
+    """Queries per block of each head."""
+    pairs: int | None
+    """Largest number of query-key pairs in a tile of one matrix with many queries; None for no limit."""
     diagonal_rows: int
     """Least number of queries per tile next to the causal diagonal."""
 
 
-def _sizes_of(problem: BlockProblem, bias_of: Bias, heads: slice = EVERY) -> _Sizes:
+def _sizes_of(problem: BlockProblem, bias_of: Bias) -> _Sizes:
     geometry = problem.geometry
-    diagonal = DIAGONAL_ROWS if problem.is_large(PAIRS) else SHARED_DIAGONAL_ROWS
-    if not bias_of.in_memory:
-        return _Sizes(None, min(problem.levels(ROWS, 0.75 * NEAR, LEAST_ROWS)[heads]), None, diagonal)
-    # Heads share a bias that is only a mask.
-    most, matrices = None, geometry.batch
-    # The features of a network take memory too.
-    largest = ROWS if bias_of.network is None else max(1, ROWS // 4)
-    if bias_of.differs_between_heads:
-        tile = min(largest, geometry.num_queries) * min(KEYS_IN_MEMORY, geometry.num_keys)
-        most = matrices = min(geometry.batch * geometry.heads, max(2, block_length(tile, BIAS_NUMBERS)))
-    rows = min(largest, max(DIAGONAL_ROWS, block_length(matrices * KEYS_IN_MEMORY, BIAS_NUMBERS)))
-    levels = problem.levels(rows, 0.75 * NEAR, LEAST_ROWS)
-    if len({*levels}) > 1:
-        most = 1  # each head has blocks of its own length
-    rows = min(levels[heads])
-    keys = block_length(matrices * min(rows, geometry.num_queries), BIAS_NUMBERS)
-    return _Sizes(most, rows, max(KEYS_IN_MEMORY, keys), diagonal)
+    largest, most, pairs = ROWS, None, None
+    if bias_of.in_memory:
+        # The features of a network take memory too.
+        largest = ROWS if bias_of.network is None else max(1, ROWS // 4)
+        matrices = geometry.batch
+        # Otherwise, heads share a bias that is only a mask.
+        if bias_of.differs_between_heads:
+            tile = min(largest, geometry.num_queries) * min(KEYS_IN_MEMORY, geometry.num_keys)
+            most = matrices = min(geometry.batch * geometry.heads, max(2, block_length(tile, BIAS_NUMBERS)))
+        largest = min(largest, max(DIAGONAL_ROWS, block_length(matrices * KEYS_IN_MEMORY, BIAS_NUMBERS)))
+        pairs = block_length(matrices, BIAS_NUMBERS)
+    rows = problem.levels(largest, 0.75 * NEAR, LEAST_ROWS)
+    if len({*rows}) > 1:
+        most = 1  # each head is computed alone, in blocks of its own length
+    return _Sizes(most, rows, pairs, DIAGONAL_ROWS if problem.is_large(PAIRS) else SHARED_DIAGONAL_ROWS)
 
 
 def _has_room(content: Content, problem: BlockProblem) -> bool:
@@ -142,9 +140,6 @@ def _attend_part(
 ) -> None:
     """Write the ``result`` of a part, and the constants that its log-sum-exps lack."""
     key, value = keys_and_values(content, part.of_keys)
-    if problem.kept is not None or problem.key_bias is not None:
-        # The heads of this part may have longer blocks than the steepest head.
-        sizes = _sizes_of(problem, bias_of, part.heads)
     in_column, column = problem.key_bias is not None and bias_of.key_bias is None, content.key.shape[-1]
     far = False
     for block in _blocks(part, problem, sizes):
@@ -197,11 +192,14 @@ def _attend_block(block: RowBlock, query: Tensor, attend: Callable[[Tile, Tensor
 
 def _blocks(part: Part, problem: BlockProblem, sizes: _Sizes) -> Iterator[RowBlock]:
     """Yield the blocks of a part's queries, with the tiles of the keys that they see."""
-    tiling, keys = problem.tiling.of_texts(part.batches), sizes.keys
+    tiling, rows, keys = problem.tiling.of_texts(part.batches), min(sizes.rows[part.heads]), None
+    if sizes.pairs is not None:
+        keys = max(KEYS_IN_MEMORY, block_length(min(rows, problem.geometry.num_queries), sizes.pairs))
     if problem.keeps_all(part.batches.start, part.heads.start):
-        yield from tiling.row_blocks(sizes.rows, sizes.diagonal_rows, keys)
+        yield from tiling.row_blocks(rows, sizes.diagonal_rows, keys)
         return
-    for block in tiling.blocks(BLOCK):
+    # A block of pruning is a whole number of blocks.
+    for block in tiling.blocks(min(BLOCK, 2 ** (rows.bit_length() - 1))):
         ranges = problem.kept_keys(block, part.heads.start)
         tiles = [block._replace(first=a, last=b) for first, last in ranges for a, b in ranges_of(first, last, keys)]
         tiles = tiles or [block._replace(last=block.first)]

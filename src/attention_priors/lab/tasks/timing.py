@@ -18,8 +18,8 @@ from attention_priors.lab.tasks.task import Record, Task, Unit
 SOFTWARE = ("attention-priors", "torch", "transformers")
 """Packages that affect times."""
 
-WARM_UP = 3
-"""Number of warm-up passes, which are not timed."""
+WARM_UP = 1
+"""Number of warm-up passes. They are not timed, nor is the pass after them, which measures memory."""
 
 KINDS = ("forward", "forward+backward", "decode")
 """Kinds of pass. ``decode`` reads the last token of a text, with the keys of the others in a cache."""
