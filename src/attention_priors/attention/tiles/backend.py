@@ -55,13 +55,15 @@ def attend_in_blocks(problem: Problem, plan: Plan, *, fused: bool) -> tuple[Tens
     inputs = operator_inputs(problem, plan, fused)
     if inputs is None:
         return blockwise(problem)
-    kept = problem.kept
-    if plan.unpruned is None and (problem.tolerance > 0 or _may_be_weightless(problem, *inputs[4:6])):
-        tolerance = problem.tolerance or WEIGHTLESS
+    kept, exact = problem.kept, problem.tolerance == 0
+    table, key_bias = inputs[4:6]
+    if plan.unpruned is None and (not exact or _may_be_weightless(problem, table, key_bias)):
+        tolerance = WEIGHTLESS if exact else problem.tolerance
         chosen = choose_kept_blocks(tolerance, balls_of(problem, plan), *inputs, None, fused)
-        if problem.tolerance > 0 or not bool(chosen.all()):
-            note("blocks of keys that together weigh less than 2^{} are skipped", round(math.log2(tolerance)))
+        if not exact or not bool(chosen.all()):
             kept = chosen if kept is None else kept & chosen
+            if exact:
+                note("blocks of keys that together weigh less than 2^{} are skipped", round(math.log2(WEIGHTLESS)))
     out, lse = attend_in_tiles(*inputs, kept, fused)
     return out.to(problem.query.dtype), lse
 
