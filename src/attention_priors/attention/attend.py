@@ -113,8 +113,8 @@ def attend(
             Gradients are exact for the pruned computation. Heads whose prior decays with distance then take linear
             time. Only ``toeplitz`` and ``triton`` prune. Positions with gaps or an ``attn_mask`` disable pruning. So do
             up to 3072 keys, on GPUs 524288, because choosing among them takes longer than reading them. At 0,
-            ``toeplitz`` skips keys only where rounding does not show it, not even in float64: outside of compiled
-            programs and for at least 256 queries, blocks that together weigh less than 2^-64.
+            ``toeplitz`` still skips blocks that together weigh less than 2^-64, which rounding hides even in float64.
+            It does so for at least 256 queries, outside of compiled programs.
         key_bounds: :class:`KeyBounds` of ``key``, stored with a KV cache. Fewer than 32 queries are pruned only with
             bounds, from 16385 keys on.
         key_bias: bias of each key in nats, added to the log-prior of every query: finite, ``(B, H or Hkv, Lk)`` in

@@ -198,7 +198,7 @@ def _blocks(part: Part, problem: BlockProblem, sizes: _Sizes) -> Iterator[RowBlo
     if problem.keeps_all(part.batches.start, part.heads.start):
         yield from tiling.row_blocks(rows, sizes.diagonal_rows, keys)
         return
-    # A block of pruning is a whole number of blocks.
+    # Blocks of queries divide the blocks of pruning, so each lies within one.
     for block in tiling.blocks(min(BLOCK, 2 ** (rows.bit_length() - 1))):
         ranges = problem.kept_keys(block, part.heads.start)
         tiles = [block._replace(first=a, last=b) for first, last in ranges for a, b in ranges_of(first, last, keys)]
