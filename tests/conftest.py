@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import settings
+from tqdm import tqdm
+from tqdm.std import TqdmDefaultWriteLock
 
 from thoroughness import DEEP
 
@@ -33,6 +35,12 @@ else:
 # Inductor compiles and runs a program for each vector unit that the processor reports, to see whether the compiler can
 # use it. This check took five seconds in each process, so trust the processor.
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
+
+# Progress bars share one lock among this process and its forked copies. A copy that is killed while it holds the lock
+# would stop all others for ever, so share none. The thread that watches bars takes a lock too, which a copy may inherit
+# locked, so start none.
+TqdmDefaultWriteLock.mp_lock = None
+tqdm.monitor_interval = 0
 
 # Imported modules stay. Collecting garbage among them would take a third of a second each time, for example at the end
 # of each training.
