@@ -88,6 +88,7 @@ def test_every_task_is_evaluated(kind: str, subjects: dict[str, Subject], plan: 
     assert totals(summary, "retrieval", "task") == RETRIEVAL
     assert totals(summary, "perplexity", "task") == ["perplexity", "perplexity_short", "perplexity_windows"]
     assert totals(summary, "timing", "pass") == ["forward", "forward+backward", "decode"]
+    assert totals(summary, "timing", "passes") == [2, 2, 20]
     heads = [(layer, head) for layer in (0, 1) for head in range(4)]
     assert totals(summary, "needle_weight", "layer", "head") == heads
     assert {what for what, _, _ in told} == set(OF_TEXT)

@@ -352,7 +352,7 @@ def evaluate(
     documents: Annotated[
         int, Option(min=1, help="Largest number of documents of perplexity, or of pieces of a genome.")
     ] = 8,
-    passes: Annotated[int, Option(min=1, help="Number of timed passes.")] = 100,
+    passes: Annotated[int, Option(min=1, help="Number of timed passes; of decoding, ten times as many.")] = 100,
     stop_after_zeros: Annotated[
         int, Option(min=0, help="Skip longer texts after this many lengths without a right answer; 0 never skips.")
     ] = 2,

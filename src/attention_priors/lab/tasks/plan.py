@@ -89,7 +89,7 @@ class EvaluationPlan(Strict):
     tokens: int = Field(default=65536, gt=0)
     """Number of tokens in all rows of one length, for ``copying``; at least one row."""
     passes: int = Field(default=100, gt=0)
-    """Number of passes of the task ``timing``."""
+    """Number of passes of the task ``timing``; of decoding, ten times as many."""
     stop_after_zeros: int | None = Field(default=2, gt=0)
     """Number of consecutive lengths without a right answer after which a task skips longer ones; None never skips."""
 
