@@ -239,12 +239,22 @@ def test_the_deviation_of_passes_covers_all_seeds():
         times = {"mean_ms": fmean(times), "std_ms": pstdev(times), "median_ms": median(times)}
         rows.append({"row": "timing"} | own | times)
     everything = [time for times in passes.values() for time in times]
+    assert table(rows, "timing").header[2:] == ["512 tokens,\nms", "512 tokens,\nMiB"]
     (found,) = table(rows, "timing").lines
-    assert found[2:] == [Cell("14.8"), Cell("17.4", f"± {pstdev(everything):.3g}"), Cell("1")]
+    assert found == ["forward", "BAM", Cell("14.8", f"± {pstdev(everything):.3g}"), Cell("1")]
     for row in rows.of("timing"):
         row["std_ms"] = row["peak_bytes"] = None  # of one pass, on a CPU
     (found,) = table(rows, "timing").lines
-    assert found[3:] == [Cell("17.4"), Cell("–")]
+    assert found[2:] == [Cell("14.8"), Cell("–")]
+
+
+def test_equal_lengths_of_two_plans_are_told_apart():
+    rows = study({}, ["BAM"])
+    pass_ = {"scheme": "BAM", "seed": 0, "length": 512, "pass": "forward", "mean_ms": 1.0, "std_ms": 0.1}
+    rows += [{"row": "timing"} | pass_ | {"plan": plan, "median_ms": ms} for plan, ms in (("a", 1.0), ("b", 2.0))]
+    found = table(rows, "timing")
+    assert found.header[2::2] == ["a: 512 tokens,\nms", "b: 512 tokens,\nms"]
+    assert [cell.text for cell in found.lines[0][2::2]] == ["1", "2"]
 
 
 # ---- axes and extensions

@@ -54,7 +54,7 @@ def evaluation_tables(results: Results) -> list[Table]:
     """Return a table for each kind of result of an evaluation."""
     tokens, times = answer_tokens(results).without("scheme"), timing(results).without("scheme")
     tokens = replace(tokens, caption=wording("evaluated_tokens"), header=["task", *tokens.header[1:]])
-    times = replace(times, caption=wording("evaluated_times"), header=["pass", *times.header[1:]])
+    times = replace(times, caption=wording("evaluated_times"))
     of_texts = _scores(results), tokens, _stops(results), *_losses(results)
     made = [*of_texts, _completions(results), _weights(results), times]
     return [table for table in made if table.lines]

@@ -410,20 +410,27 @@ def runs(results: Results) -> Table:
 
 
 def timing(results: Results) -> Table:
-    """Return time and memory of a pass, by plan and length."""
-    lines = []
-    for (plan, length, kind), rows in results["timing"].groupby(["plan", "length", "pass"], sort=False):
-        title = f"{plan}: {kind}, {length} tokens".removeprefix(": ")
-        for name, own in by_scheme(rows):
-            # Seeds have equally many passes, so the total variance is that within seeds plus that between seeds.
-            variance = (own.std_ms**2).mean() + own.mean_ms.var(ddof=0)
-            spread = "" if math.isnan(variance) else f"± {quantity(math.sqrt(variance))}"
-            memory = Cell.of((own.peak_bytes.max() / 2**20, math.nan, math.nan), "{:.0f}".format)
-            lines.append(
-                [title, name, Cell(quantity(own.median_ms.mean())), Cell(quantity(own.mean_ms.mean()), spread), memory]
-            )
-    header = ["plan and pass", "scheme", "median, ms", "mean, ms", "memory, MiB"]
-    return Table("timing", wording("timing"), header, lines, words=2)
+    """Return time and memory of each kind of pass, by length."""
+    timed, lines = results["timing"], []
+    for kind, of_kind in timed.groupby("pass", sort=False):
+        for name, rows in by_scheme(of_kind):
+            cells: dict[Any, Cell | str] = {}
+            for (plan, length), own in rows.groupby(["plan", "length"], sort=False):
+                # Seeds have equally many passes, so the total variance is that within seeds plus that between seeds.
+                variance = (own.std_ms**2).mean() + own.mean_ms.var(ddof=0)
+                spread = "" if math.isnan(variance) else f"± {quantity(math.sqrt(variance))}"
+                cells[plan, length, "ms"] = Cell(quantity(own.median_ms.mean()), spread)
+                memory = own.peak_bytes.max() / 2**20
+                cells[plan, length, "MiB"] = Cell.of((memory, math.nan, math.nan), "{:.0f}".format)
+            lines.append(([kind, name], cells))
+    places = [*timed.groupby(["plan", "length"], sort=False).groups]
+    repeated = len({length for _, length in places}) < len(places)
+    columns = {
+        (plan, length, unit): f"{plan}: {length} tokens,\n{unit}".removeprefix("" if repeated else f"{plan}: ")
+        for plan, length in places
+        for unit in ("ms", "MiB")
+    }
+    return Table.across("timing", wording("timing"), ["pass", "scheme"], columns, lines)
 
 
 def axes(results: Results) -> Table:
