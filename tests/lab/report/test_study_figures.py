@@ -355,12 +355,29 @@ def test_recipes_define_the_panels(swept):
         shown = titled(drawn(swept, stem))
         assert keys(shown["Starts"])[:3] == starts
         assert keys(shown["Longer"])[:2] == ["trained on", "another prior"]  # of one scheme
-    # With two schemes, the names of extensions would be ambiguous.
-    swept.of("scheme", scheme=SHIFTED)[0]["extended_from"] = "BAM"
+    shifted = swept.of("scheme", scheme=SHIFTED)[0]
+    shifted["extended_from"] = "BAM"
     (longer,) = (one for one in panels(swept.results()) if one.title == "Longer")
-    assert list(longer.values.values()) == [LONGER, SHIFTED]
+    assert list(longer.values.values()) == [f"{FIRST}: trained on", "BAM: another prior"]
+    shifted["axes"]["extension"] = "trained on"
+    (longer,) = (one for one in panels(swept.results()) if one.title == "Longer")
+    assert list(longer.values.values()) == [FIRST, "BAM"]
     swept[0]["recipe"]["panels"] = {"Sinks": ["GOAT"]}
     assert len(titled(drawn(swept, "passkey_by_length"))) == 1
+
+
+def test_variants_of_a_scheme_have_its_look_in_all_panels_where_they_are_apart():
+    rows = study({}, ["BAM", "ALiBi", "ALiBi, flat+SSMax"])
+    for scheme in ("BAM", "ALiBi", "ALiBi, flat+SSMax"):
+        own = {"scheme": scheme, "plan": "drowning", "layer": 1, "head": 0, "texts": 5, "weight": 0.5}
+        rows += [{"row": "needle_weight", "seed": 0, "length": length} | own for length in (160, 8192)]
+    rows[0]["recipe"]["panels"] = {"Plain": ["BAM", "ALiBi"], "Scaled": ["*+SSMax"], "ALiBi": ["ALiBi*"]}
+    shown = titled(drawn(rows, "needle-weights-drowning"))
+    of_title = {"Plain": {"BAM": 0, "ALiBi": 1}, "Scaled": {"ALiBi, flat+SSMax": 1}}
+    of_title["ALiBi"] = {"ALiBi": 0, "ALiBi, flat+SSMax": 1}
+    for title, indices in of_title.items():
+        lines = {str(line.get_gid()): line.get_color() for line in shown[title].lines}
+        assert {name: lines[f"weight:{name}"] for name in indices} == {n: look(i).color for n, i in indices.items()}
 
 
 def test_the_overview_omits_schemes_of_axes(swept):

@@ -67,18 +67,22 @@ def _along(entries: list[Mapping[str, Any]], axis: str) -> list[Comparison]:
 def panels(results: Results) -> list[Comparison]:
     """Return the panels of a recipe, which selects schemes by patterns.
 
-    If all extended models of a panel come from one scheme, their labels are the names of their extensions.
+    Labels of extended models name their scheme and their extension, but not one that all of them share.
     """
     entries = {entry["scheme"]: entry for entry in results.schemes}
     found = []
     for title, patterns in results.study["recipe"].get("panels", {}).items():
         shown = dict.fromkeys(name for pattern in patterns for name in fnmatch.filter(entries, pattern))
-        origins = {name: entries[name].get("extended_from") for name in shown}
-        by_way = len({*origins.values()} - {None}) == 1
-        called = {
-            name: str(entries[name]["axes"]["extension"]) if origin and by_way else name
-            for name, origin in origins.items()
-        }
+        extended = [name for name in shown if "extended_from" in entries[name]]
+        origins = [str(entries[name]["extended_from"]) for name in extended]
+        ways = [str(entries[name]["axes"]["extension"]) for name in extended]
+        if len({*origins}) == 1:
+            labels = ways
+        elif len({*ways}) == 1:
+            labels = origins
+        else:
+            labels = [f"{origin}: {way}" for origin, way in zip(origins, ways, strict=True)]
+        called = {name: name for name in shown} | dict(zip(extended, labels, strict=True))
         found += [Comparison(title, called)] if called else []
     return found
 

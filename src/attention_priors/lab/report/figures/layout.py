@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import textwrap
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
@@ -65,9 +66,10 @@ def figure_of(
     Returns:
         Figure, or None without data.
     """
-    least = 1 if compared is None else 2
-    shown = [(one, [name for name in one.values if name in schemes]) for one in compared or panels(results)]
-    shown = [(one, names) for one, names in shown if len(names) >= least]
+    chosen, least = (panels(results), 1) if compared is None else (compared, 2)
+    families = [*dict.fromkeys(_family(name) for one in panels(results) for name in one.values)]
+    found = [(one, [name for name in one.values if name in schemes]) for one in chosen]
+    shown = [(one, _looks_in_panel(names, families)) for one, names in found if len(names) >= least]
     if shown:
         figure = _in_panels(shown, draw, key)
     elif compared is not None:
@@ -120,18 +122,29 @@ def panel_grid(count: int, columns: int, height: float, base: float, **options: 
     return figure, grid[:count]
 
 
-def _in_panels(shown: Sequence[tuple[Comparison, list[str]]], draw: Draw, key: Key) -> Figure:
+def _family(name: str) -> str:
+    """Return the beginning of a scheme's name, which variants of a scheme share."""
+    return re.split("[,+]", name)[0]
+
+
+def _looks_in_panel(names: Sequence[str], families: Sequence[str]) -> Looks:
+    """Return the looks of a panel's schemes: those of their families, if these are known and differ."""
+    own = [_family(name) for name in names]
+    apart = {*own} <= {*families} and len({*own}) == len(own)
+    return dict(zip(names, map(look, map(families.index, own) if apart else range(len(own))), strict=True))
+
+
+def _in_panels(shown: Sequence[tuple[Comparison, Looks]], draw: Draw, key: Key) -> Figure:
     """Draw one panel per comparison, two in a line."""
     columns = min(2, len(shown))
-    legend = max(math.ceil((len(names) + 2) / _beside(one, columns)) for one, names in shown)
+    legend = max(math.ceil((len(own) + 2) / _beside(one, columns)) for one, own in shown)
     figure, grid = panel_grid(len(shown), columns, 2.6 + _LEGEND_LINE * legend, base=0.2)
-    for axes, (one, names) in zip(grid, shown, strict=True):
+    for axes, (one, own) in zip(grid, shown, strict=True):
         tidy(axes)
         axes.tick_params(labelsize=8.5)
-        own = {name: look(index) for index, name in enumerate(names)}
         keys = draw(axes, own, True)
         keys = [*(key(look, one.values[name]) for name, look in own.items()), *keys]
-        title = textwrap.fill(label(one.title), 40 if columns == 2 else 90)
+        title = textwrap.fill(label(one.title), 32 if columns == 2 else 90)
         axes.set_title(title, loc="left", fontsize=9.5, fontweight="bold")
         below_the_label = axes.transAxes + ScaledTranslation(0, -0.45, figure.dpi_scale_trans)
         axes.legend(
