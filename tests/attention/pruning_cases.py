@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
 from unittest import mock
 
 import torch
@@ -17,7 +16,7 @@ from torch import Tensor
 from attention_priors.attention import operator
 from attention_priors.attention.pruning import band, bounds, certificate, report
 from attention_priors.attention.pruning.certificate import Pruned
-from attention_priors.attention.tiles import backward, block_problem, forward
+from attention_priors.attention.tiles import backend, backward, block_problem, forward
 from attention_priors.attention.tiles.block_problem import BlockProblem, Content
 from attention_priors.attention.tiles.tiling import Part
 
@@ -43,11 +42,15 @@ def small_blocks(size: int, worth_pruning: float = math.inf) -> Iterator[None]:
         yield
 
 
-def pruned_above(fewest: int) -> AbstractContextManager[Any]:
+@contextmanager
+def pruned_above(fewest: int) -> Iterator[None]:
     """Prune with more than ``fewest`` keys, for any number of queries and on any device."""
-    return mock.patch.multiple(
-        certificate, FEWEST_KEYS=fewest, FEWEST_KEYS_ON_CUDA=fewest, FEWEST_CACHED_KEYS=fewest, FEWEST_QUERIES=0
-    )
+    lengths = {"FEWEST_KEYS": fewest, "FEWEST_KEYS_ON_CUDA": fewest, "FEWEST_CACHED_KEYS": fewest}
+    with (
+        mock.patch.multiple(certificate, FEWEST_QUERIES=0, **lengths),
+        mock.patch.object(backend, "FEWEST_WEIGHTLESS", 0),
+    ):
+        yield
 
 
 @dataclass(frozen=True)

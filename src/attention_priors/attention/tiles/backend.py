@@ -35,6 +35,8 @@ DISTANCES_PER_TOKEN = 16
 pair has its own distance."""
 FEW_DISTANCES = 2**16
 """Number of table entries that is always allowed."""
+FEWEST_WEIGHTLESS = 1700
+"""Mean number of keys without weight above which it takes less time to find than to compute them."""
 
 
 def tiles(problem: Problem, plan: Plan, *, need_lse: bool) -> tuple[Tensor, Tensor | None]:
@@ -57,7 +59,7 @@ def attend_in_blocks(problem: Problem, plan: Plan, *, fused: bool) -> tuple[Tens
         return blockwise(problem)
     kept, exact = problem.kept, problem.tolerance == 0
     table, key_bias = inputs[4:6]
-    if plan.unpruned is None and (not exact or _may_be_weightless(problem, table, key_bias)):
+    if plan.unpruned is None and (not exact or _weightless_keys(problem, table, key_bias) > FEWEST_WEIGHTLESS):
         tolerance = WEIGHTLESS if exact else problem.tolerance
         chosen = choose_kept_blocks(tolerance, balls_of(problem, plan), *inputs, None, fused)
         if not exact or not bool(chosen.all()):
@@ -68,15 +70,16 @@ def attend_in_blocks(problem: Problem, plan: Plan, *, fused: bool) -> tuple[Tens
     return out.to(problem.query.dtype), lse
 
 
-def _may_be_weightless(problem: Problem, table: Tensor | None, key_bias: Tensor | None) -> bool:
-    """Return whether log-priors of a head are so far apart that, with equal contents, some keys have no weight."""
-    span = torch.zeros((), dtype=torch.float64)
+def _weightless_keys(problem: Problem, table: Tensor | None, key_bias: Tensor | None) -> float:
+    """Return the mean number of keys per head that would have no weight if contents were equal."""
+    nats, share = torch.tensor(-math.log(WEIGHTLESS), dtype=torch.float64), 0.0
+    if problem.row_scale is not None and problem.scales_prior:
+        nats = nats / problem.row_scale.detach().abs().amax((0, 2)).unsqueeze(-1)
     for numbers in (table, key_bias):
         if numbers is not None:
-            span = span + numbers.detach().amax(-1) - numbers.detach().amin(-1)
-    if problem.row_scale is not None and problem.scales_prior:
-        span = span * problem.row_scale.detach().abs().amax(-1)
-    return bool((span > -math.log(WEIGHTLESS)).any())
+            below = numbers.detach().amax(-1, keepdim=True) - numbers.detach()
+            share = max(share, float((below > nats).double().mean()))
+    return share * problem.geometry.num_keys
 
 
 def operator_inputs(problem: Problem, plan: Plan, fused: bool = False, limited: bool = True) -> tuple[Any, ...] | None:
