@@ -45,9 +45,10 @@ def small_blocks(size: int, worth_pruning: float = math.inf) -> Iterator[None]:
 @contextmanager
 def pruned_above(fewest: int) -> Iterator[None]:
     """Prune with more than ``fewest`` keys, for any number of queries and on any device."""
-    lengths = {"FEWEST_KEYS": fewest, "FEWEST_KEYS_ON_CUDA": fewest, "FEWEST_CACHED_KEYS": fewest}
     with (
-        mock.patch.multiple(certificate, FEWEST_QUERIES=0, **lengths),
+        mock.patch.multiple(
+            certificate, FEWEST_KEYS=fewest, FEWEST_KEYS_ON_CUDA=fewest, FEWEST_CACHED_KEYS=fewest, FEWEST_QUERIES=0
+        ),
         mock.patch.object(backend, "FEWEST_WEIGHTLESS", 0),
     ):
         yield
