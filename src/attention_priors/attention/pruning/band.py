@@ -14,7 +14,7 @@ from attention_priors.precision import log_sum_exp
 
 BAND_ROWS = 64
 """Queries that read one range of keys near the peak."""
-BAND = 64
+BAND = 16
 """Distances on each side of the prior's peak where the sum over keys is computed, not bounded."""
 BAND_OF_ONE_QUERY = 256
 """``BAND`` for a single query, whose only lower bound is the band: means of the log-prior would cost too much."""
