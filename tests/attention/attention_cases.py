@@ -82,6 +82,13 @@ class Waves(Prior):
         return Lanes((heights * features).to(dtype), torch.cat([(their / 7).cos(), (their / 5).cos()], -1).to(dtype))
 
 
+class Gap(Laplace):
+    """ALiBi that hides distances from 4 to 20, and not those beyond."""
+
+    def visible_at(self, distance: Tensor) -> Tensor:
+        return (distance < 4) | (distance > 20)
+
+
 @st.composite
 def prior_descriptions(draw: st.DrawFn, name: str, causal: bool) -> dict[str, Any]:
     """Return the config of the named prior. All of its parameters train where that is possible."""
@@ -123,7 +130,7 @@ def prior_descriptions(draw: st.DrawFn, name: str, causal: bool) -> dict[str, An
     return description
 
 
-OWN = ("lanes alone", "lanes and a table", "a network and all others")
+OWN = ("lanes alone", "lanes and a table", "a network and all others", "a gap")
 """Priors that are not in the catalogue."""
 RANGES = {
     "theta_beta": (-8.0, 8.0),
@@ -156,6 +163,8 @@ def priors(draw: st.DrawFn, name: str, heads: int, causal: bool, generator: torc
         return None
     if name in OWN:
         own = Waves(heads) if name == OWN[0] else Waves(heads) + Laplace(heads, learn=True)
+        if name == "a gap":
+            own = Gap(heads, learn=True)
         if name == OWN[2]:
             own = Fire(heads, 9) + own + prior_from_config({"name": "key_sink", "train_length": 20}, heads)
         randomize(own, generator)

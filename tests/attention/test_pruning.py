@@ -41,7 +41,7 @@ TOLERANCES = st.sampled_from([1e-9, 1e-6, 1e-3, 0.05, 0.5])
 SIZES = st.sampled_from([2, 4, 8])
 
 
-@pytest.mark.parametrize("name", every_other_slow(WITHOUT_NETWORKS, ["none", "sum"]))
+@pytest.mark.parametrize("name", every_other_slow([*WITHOUT_NETWORKS, "a gap"], ["none", "sum", "a gap"]))
 def test_real_error_is_within_the_certificate_and_the_certificate_within_the_tolerance(name: str) -> None:
     dropped_blocks = 0
 
@@ -208,6 +208,50 @@ def test_without_a_tolerance_only_keys_without_weight_are_skipped(by: str, scale
         # Gradients of a prior are float32.
         tolerance = max(near, 1e-5 if one.dtype == torch.float32 else 0.0)
         torch.testing.assert_close(one, other, rtol=tolerance, atol=tolerance * float(other.abs().max()))
+
+
+class Ring(Laplace):
+    """Prior over the distances below 300, which have little weight, and above 1100."""
+
+    def log_prior_at(self, distance: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        far = super().log_prior_at(distance, dtype) - 100
+        return far.masked_fill((distance >= 300) & (distance <= 1100), 0.0)
+
+    def visible_at(self, distance: torch.Tensor) -> torch.Tensor:
+        return (distance < 300) | (distance > 1100)
+
+
+@pytest.mark.parametrize("tolerance", [0.0, 1e-6])
+def test_hidden_distances_between_visible_ones_are_no_evidence(tolerance: float) -> None:
+    """The prior is best where it hides keys. Bounds from there would drop every visible key."""
+    query, key, value = _random(2500, 1, 1, 1)
+    prior = Ring(1, slopes=[0.01])
+    found = attend(query, key, value, prior, tolerance=tolerance)
+    expected = attend(query.double(), key.double(), value.double(), prior, backend="reference")
+    torch.testing.assert_close(found.double(), expected, rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("low", [-1e29, -1e31, torch.finfo(torch.float64).min])
+def test_the_lowest_biases_do_not_hide_keys_from_queries_that_see_no_others(low: float, dtype: torch.dtype) -> None:
+    query, key, value = (x.to(dtype) for x in _random(2500, 1, 1, 1))
+    key_bias = torch.zeros(1, 1, 2500, dtype=torch.float64)
+    key_bias[..., :1000] = low
+    found = attend(query, key, value, key_bias=key_bias)
+    assert "are skipped" in explain(query, key, value, key_bias=key_bias)
+    with mock.patch.object(backend, "FEWEST_WEIGHTLESS", 2500):
+        expected = attend(query, key, value, key_bias=key_bias)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_pruning_ignores_the_default_device() -> None:
+    query, key, value = _random(1100, 1, 1, 1)
+    prior = Laplace(1, slopes=[1.0])
+    with torch.no_grad():
+        expected = attend(query, key, value, prior)
+        with torch.device("meta"):
+            found = attend(query, key, value, prior, backend="toeplitz")
+    assert torch.equal(found, expected)
 
 
 @pytest.mark.slow

@@ -165,10 +165,10 @@ class BlockPriors:
         self.highest = geometry.offset + (num_query_blocks - 1) * BLOCK + self.rows - 1
         """Distance between the last query of the last block and the first key."""
         bottom, top = self.visible = _visible_distances(problem)
+        cut = slice(distances.highest - top, distances.highest - bottom + 1)
         if table is None:
             values = torch.zeros(1, top - bottom + 1, dtype=problem.dtype, device=geometry.device)
         else:
-            cut = slice(distances.highest - top, distances.highest - bottom + 1)
             values = table.detach()[:, cut].to(problem.dtype)
         self.overlap = 0 if self.rows == 1 else 1
         """Additional runs that hold a block's distances: 0 for one query, 1 for 256 queries."""
@@ -178,9 +178,9 @@ class BlockPriors:
         beyond = (self.highest - top, runs * BLOCK - (self.highest - bottom + 1))
         self.values = pad(values.unsqueeze(0), beyond, mode="replicate")[0] if max(beyond) > 0 else values
         """Log-prior at falling distances, ``(H or 1, 256 runs)``."""
-        starts = self.highest - torch.arange(runs, device=geometry.device) * BLOCK
-        self._none = (starts < bottom) | (starts - BLOCK + 1 > top)
-        self._all = (starts <= top) & (starts - BLOCK + 1 >= bottom)
+        seen = torch.ones_like(values[0], dtype=torch.bool) if problem.inside is None else problem.inside[cut]
+        seen = pad(seen, beyond, value=False).unflatten(-1, (-1, BLOCK))
+        self._none, self._all = ~seen.any(-1), seen.all(-1)
 
     @property
     def _runs(self) -> Tensor:
@@ -218,6 +218,10 @@ class BlockPriors:
         width = factor + self.overlap
         found = self._high.unfold(-1, width, 1).amax(-1) if highest else self._low.unfold(-1, width, 1).amin(-1)
         return found[:, self._first_run(factor, blocks)]
+
+    def hidden(self, factor: int, blocks: slice) -> Tensor:
+        """Return whether all pairs of two blocks are hidden, ``(query blocks, blocks of keys)``."""
+        return self._none.unfold(-1, factor + self.overlap, 1).all(-1)[self._first_run(factor, blocks)]
 
     def means(self) -> tuple[Tensor, Tensor, Tensor]:
         """Return the smallest and largest mean log-prior over a coarse block of keys, among the queries of a block.
@@ -424,14 +428,19 @@ class _Search:
         scores = products(queries, part.of_keys(self.balls[factor].keys)[:, :, keys])
         largest = scores.unflatten(2, (-1, self.priors.rows)).amax(-2)
         high = self._bias_extreme(True, part, blocks, factor, keys)
-        hidden = torch.isneginf(high)
         if self.scale_ends is not None:
             low = self._bias_extreme(False, part, blocks, factor, keys)
             ends = [end[part.batches, part.heads, blocks] for end in self.scale_ends]
             high = products_of_ends(ends, low, high).amax(0)
+        # A query without a lower bound keeps every key that it sees, however low the log-priors.
+        high = high.clamp(min=-UNKNOWN / 4)
         shares = largest + high + self.error * high.abs() + math.log(factor * BLOCK)
         # A block without a visible key has no weight, even where another bound is infinite or NaN.
-        return shares.masked_fill(hidden, -math.inf)
+        hidden = self.priors.hidden(factor, blocks)
+        if self.key_ends is not None:
+            lowest, highest = (ends[part.batches, part.heads] for ends in self.key_ends[factor][:2])
+            hidden = hidden | (lowest > highest).unsqueeze(2)  # without a visible key
+        return shares.masked_fill(hidden[..., keys], -math.inf)
 
     def _bias_extreme(self, highest: bool, part: Part, blocks: slice, factor: int, keys: Tensor | slice) -> Tensor:
         extreme = self.priors.extreme(highest, factor, blocks)

@@ -72,7 +72,7 @@ def attend_in_blocks(problem: Problem, plan: Plan, *, fused: bool) -> tuple[Tens
 
 def _weightless_keys(problem: Problem, table: Tensor | None, key_bias: Tensor | None) -> float:
     """Return the mean number of keys per head that would have no weight if contents were equal."""
-    nats, share = torch.tensor(-math.log(WEIGHTLESS), dtype=torch.float64), 0.0
+    nats, share = -math.log(WEIGHTLESS), 0.0
     if problem.row_scale is not None and problem.scales_prior:
         nats = nats / problem.row_scale.detach().abs().amax((0, 2)).unsqueeze(-1)
     for numbers in (table, key_bias):
