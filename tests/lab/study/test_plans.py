@@ -231,7 +231,7 @@ def test_tables_and_report_show_plans(asked: Any, tmp_path: Path):
     assert r"eight digits: niah\_single\_1" in tables["retrieval.md"]
     assert "BAM + SSMax" in tables["retrieval.md"]
     assert "reading: perplexity, texts of 90 tokens; documents: 2" in tables["losses.md"]
-    assert "reading: forward+backward, 60 tokens" in tables["timing.md"]
+    assert "| forward+backward | ALiBi |" in tables["timing.md"]
     assert r"\pm" in tables["timing.tex"]
     assert "Further tasks" in page
     assert "Time and memory of a pass" in page
