@@ -14,7 +14,8 @@ from attention_priors.attention.tiles import bias
 from attention_priors.hf import use_priors
 from thoroughness import every_other_deep
 
-LENGTH = 1024
+LENGTH = 1280
+"""Length of the texts, at which the matrix of one head is larger than a working buffer."""
 QUICK = ["bloom", "mpt", "t5", "umt5", "pop2piano"]
 MATRIX = 4 * LENGTH * LENGTH
 """Size of one head's matrix in bytes, in float32."""
