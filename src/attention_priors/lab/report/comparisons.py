@@ -67,7 +67,7 @@ def _along(entries: list[Mapping[str, Any]], axis: str) -> list[Comparison]:
 def panels(results: Results) -> list[Comparison]:
     """Return the panels of a recipe, which selects schemes by patterns.
 
-    Labels of extended models name their scheme and their extension, but not one that all of them share.
+    Labels of extended models name their scheme and their extension, but leave out what all of them share.
     """
     entries = {entry["scheme"]: entry for entry in results.schemes}
     found = []
