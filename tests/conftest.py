@@ -4,6 +4,7 @@ import gc
 import importlib
 import os
 import sys
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,7 +12,6 @@ import pytest
 import torch
 from hypothesis import settings
 from tqdm import tqdm
-from tqdm.std import TqdmDefaultWriteLock
 
 from thoroughness import DEEP
 
@@ -39,7 +39,7 @@ os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
 # Progress bars share one lock among this process and its forked copies. A copy that is killed while it holds the lock
 # would stop all others for ever, so share none. The thread that watches bars takes a lock too, which a copy may inherit
 # locked, so start none.
-TqdmDefaultWriteLock.mp_lock = None
+tqdm.set_lock(threading.RLock())
 tqdm.monitor_interval = 0
 
 # Imported modules stay. Collecting garbage among them would take a third of a second each time, for example at the end
