@@ -362,6 +362,8 @@ def test_recipes_define_the_panels(swept):
     shifted["axes"]["extension"] = "trained on"
     (longer,) = (one for one in panels(swept.results()) if one.title == "Longer")
     assert list(longer.values.values()) == [FIRST, "BAM"]
+    swept[0]["recipe"]["panels"] = {"Longer": ["BAM", f"{FIRST}, *"]}
+    assert list(panels(swept.results())[0].values.values()) == ["BAM", f"{FIRST}: trained on", "BAM: trained on"]
     swept[0]["recipe"]["panels"] = {"Sinks": ["GOAT"]}
     assert len(titled(drawn(swept, "passkey_by_length"))) == 1
 

@@ -4,8 +4,8 @@ Softmax gives a set of keys the share ``Σ_set e^z / Σ_all e^z`` of a query's w
 logits. Let ``J`` be a block of keys with mean ``k̄`` and radius ``r`` (:class:`Balls`). Query ``i`` has content scale
 ``s`` (logit scale included) and log-prior ``b``. Then
 
-    ``ln Σ_{j∈J} e^{z_ij}  ≤  s <q_i, k̄> + |s| ‖q_i‖ r + max_{j∈J} b_ij + ln |J|``     (Cauchy-Schwarz)
-    ``ln Σ_{j∈J} e^{z_ij}  ≥  s <q_i, k̄> + mean_{j∈J} b_ij + ln |J|``                (Jensen)
+    ``ln Σ_{j∈J} e^{z_ij}  ≤  s <q_i, k̄> + |s| ‖q_i‖ r + max_{j∈J} b_ij + ln |J|``     (Cauchy-Schwarz).
+    ``ln Σ_{j∈J} e^{z_ij}  ≥  s <q_i, k̄> + mean_{j∈J} b_ij + ln |J|``                (Jensen).
 
 The second bound holds for blocks that the query sees whole. Near the peak of the prior, the sum is computed directly.
 The largest set of blocks whose bounds add up to at most the tolerance is dropped. No query loses a larger share of its

@@ -36,7 +36,7 @@ pair has its own distance."""
 FEW_DISTANCES = 2**16
 """Number of table entries that is always allowed."""
 FEWEST_WEIGHTLESS = 1700
-"""Mean number of keys without weight above which it takes less time to find than to compute them."""
+"""Mean number of keys without weight per head above which finding them takes less time than computing them."""
 
 
 def tiles(problem: Problem, plan: Plan, *, need_lse: bool) -> tuple[Tensor, Tensor | None]:

@@ -67,7 +67,8 @@ def _along(entries: list[Mapping[str, Any]], axis: str) -> list[Comparison]:
 def panels(results: Results) -> list[Comparison]:
     """Return the panels of a recipe, which selects schemes by patterns.
 
-    Labels of extended models name their scheme and their extension, but leave out what all of them share.
+    Labels of extended models name their scheme and their extension, but leave out what all of them share, unless the
+    panel shows their scheme too.
     """
     entries = {entry["scheme"]: entry for entry in results.schemes}
     found = []
@@ -78,7 +79,7 @@ def panels(results: Results) -> list[Comparison]:
         ways = [str(entries[name]["axes"]["extension"]) for name in extended]
         if len({*origins}) == 1:
             labels = ways
-        elif len({*ways}) == 1:
+        elif len({*ways}) == 1 and not {*origins} & {*shown}:
             labels = origins
         else:
             labels = [f"{origin}: {way}" for origin, way in zip(origins, ways, strict=True)]
