@@ -58,12 +58,16 @@ def test_greedy_outputs_match_one_pass(family: str) -> None:
         rows = slice(0, last) if step == 0 else slice(last - 1, last)
         assert len(found.attentions[step]) == 2
         for weights, all_weights in zip(found.attentions[step], whole.attentions, strict=True):
-            torch.testing.assert_close(weights, all_weights[:, :, rows, :last])
+            # A layer with a window keeps only the keys in it.
+            dropped, kept = all_weights[:, :, rows, :last].tensor_split([last - weights.shape[-1]], -1)
+            torch.testing.assert_close(weights, kept)
+            assert (dropped == 0).all()
         for states, all_states in zip(found.hidden_states[step], whole.hidden_states, strict=True):
             torch.testing.assert_close(states, all_states[:, rows])
     assert found.cache.get_seq_length() == PROMPT + NEW - 1
-    layer = found.cache.layers[0]
-    assert layer.keys.shape == layer.values.shape == (2, 2, PROMPT + NEW - 1, 8)
+    for layer, kind in zip(found.cache.layers, model.config.layer_types, strict=True):
+        held = model.config.sliding_window - 1 if kind == "sliding_attention" else PROMPT + NEW - 1
+        assert layer.keys.shape == layer.values.shape == (2, 2, held, 8)
 
 
 @every_family

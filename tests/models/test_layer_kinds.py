@@ -8,6 +8,7 @@ import pytest
 import torch
 from tiny_decoders import VOCABULARY, logits_of, tiny_config, tiny_decoder, tokens
 from torch import Tensor
+from transformers import DynamicCache
 
 from attention_priors import Rotary, Window
 from attention_priors.models import PriorDecoderConfig, PriorDecoderForCausalLM
@@ -27,7 +28,7 @@ def test_patterns_repeat_over_the_layers() -> None:
         parts = [attention.prior, attention.encoding, attention.logit_scale, attention.key_bias, attention.null_logit]
         is_there = [part is not None for part in parts]
         assert is_there == ([False, False, True, True, True] if index == 2 else [True, True, False, False, False])
-    assert model.config.layer_types == ["full_attention"] * 2 + ["indexed_attention"] + ["full_attention"] * 2
+    assert model.config.layer_types == ["sliding_attention"] * 2 + ["indexed_attention"] + ["sliding_attention"] * 2
 
 
 def test_kinds_inherit_missing_parts() -> None:
@@ -109,6 +110,46 @@ def test_a_trained_model_generates_beyond_its_window() -> None:
     options: dict[str, Any] = {"max_new_tokens": 21, "do_sample": False, "pad_token_id": 0}
     assert torch.equal(model.eval().generate(whole[:, :7], **options), whole)
     assert torch.equal(model.generate(whole[:, :7], use_cache=False, **options), whole)
+
+
+def test_caches_keep_no_keys_outside_windows() -> None:
+    """A gate sums over all keys and a logit scale counts them, so their layers keep all keys."""
+    window = {"name": "window", "size": 4}
+    kinds: dict[str, Any] = {
+        "window": {"prior": window},
+        "larger window": {"prior": {"name": "sum", "priors": ["laplace", {"name": "window", "size": 6}]}},
+        "scaled": {"prior": window, "logit_scale": "ssmax"},
+        "gated": {"prior": window, "key_bias": "forget_gate"},
+        "far": {"prior": "laplace"},
+    }
+    model = tiny_decoder(layer_pattern=[*kinds], layer_kinds=kinds, num_hidden_layers=5)
+    cache = DynamicCache(config=model.config)
+    parts = [model(ids, cache=cache, use_cache=True).logits for ids in tokens(2, 20).split([9, 8, 1, 1, 1], 1)]
+    torch.testing.assert_close(torch.cat(parts, 1), logits_of(model, tokens(2, 20)))
+    layers: list[Any] = cache.layers
+    assert [layer.keys.shape[2] for layer in layers] == [5, 5, 20, 20, 20]
+
+
+def test_keys_that_a_cache_dropped_are_not_missed() -> None:
+    """Padding between tokens, which ``position_ids`` skips, brings keys close that the cache has dropped."""
+    model = tiny_decoder(prior={"name": "window", "size": 4}, encoding="rotary")
+    ids, mask = tokens(1, 9), torch.tensor([[1, 1, 1, 0, 0, 0, 1, 1, 1]])
+    positions = (mask.cumsum(-1) - 1).clamp(min=0)
+    whole = logits_of(model, ids, attention_mask=mask, position_ids=positions)
+
+    def steps(cache: DynamicCache) -> Tensor:
+        said = ({"attention_mask": mask[:, :end], "position_ids": positions[:, :end]} for end in (6, 9))
+        parts = zip(ids.split([6, 3], 1), said, strict=True)
+        return torch.cat([model(new, cache=cache, use_cache=True, **rest).logits for new, rest in parts], 1)
+
+    assert_close = torch.testing.assert_close
+    assert_close(steps(DynamicCache())[mask.bool()], whole[mask.bool()])
+    with pytest.raises(ValueError, match="position_ids skips padding between tokens, so a window of 4 positions"):
+        steps(DynamicCache(config=model.config))
+    mask = torch.tensor([[0, 0, 0, 1, 1, 1, 1, 1, 1]])
+    positions = (mask.cumsum(-1) - 1).clamp(min=0) * 2
+    whole = logits_of(model, ids, attention_mask=mask, position_ids=positions)
+    assert_close(steps(DynamicCache(config=model.config))[mask.bool()], whole[mask.bool()])
 
 
 def test_positions_may_change_in_one_kind_of_layer() -> None:

@@ -55,7 +55,12 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "layers that differ": {
         "layer_pattern": ["local", "global"],
         "layer_kinds": {
-            "local": {"prior": {"name": "window", "size": 3}, "encoding": "rotary", "null_logit": "null_key"},
+            "local": {
+                "prior": [{"name": "window", "size": 3}, "laplace"],
+                "encoding": "rotary",
+                "null_logit": "null_key",
+                "logit_scale": None,
+            },
             "global": {"prior": {"name": "generalized_gaussian", "init": "spread"}, "key_bias": "forget_gate"},
         },
         "logit_scale": "ssmax",

@@ -37,9 +37,9 @@ from attention_priors.checks import check_booleans, check_positive_integers, che
 from attention_priors.config import build
 from attention_priors.encodings import AdditiveEncoding, Encoding, Rotary, ShawVectors, encoding_from_config
 from attention_priors.models.layer_kinds import check_layer_kinds, kind_of_layer
-from attention_priors.models.masks import Keys, keys_of_call
+from attention_priors.models.masks import Keys, keys_of_call, keys_of_layer
 from attention_priors.models.pretrained import PriorConfig, PriorPreTrainedModel, beside, embedded, refuse_unknown
-from attention_priors.priors import Prior
+from attention_priors.priors import Prior, Window
 from attention_priors.priors.base import check_over_line
 
 logger = get_logger(__name__)
@@ -177,9 +177,31 @@ class PriorDecoderConfig(PriorConfig):
 
     @property
     def layer_types(self) -> list[str]:
-        """Cache type of each layer, as named by transformers. Layers with a gate also cache the gate's running sum."""
-        gated = [self.of_layer(index).key_bias is not None for index in range(self.num_hidden_layers)]
-        return ["indexed_attention" if gate else "full_attention" for gate in gated]
+        """Cache type of each layer, as named by transformers.
+
+        Layers with a gate also cache the gate's running sum. Layers with a :class:`Window` cache no keys outside it,
+        unless they have a gate, which sums over all keys, or a logit scale, which counts them.
+        """
+        types: list[str] = []
+        for index in range(self.num_hidden_layers):
+            kind = kind_of_layer(self.layer_pattern, self.layer_kinds, index)
+            if kind.get("key_bias", self.key_bias) is not None:
+                types.append("indexed_attention")
+            else:
+                types.append("full_attention" if self._window(kind) is None else "sliding_attention")
+        return types
+
+    @property
+    def sliding_window(self) -> int | None:
+        """Largest window, in tokens with the query's own, of the layers that cache no keys outside it; else None."""
+        windows = map(self._window, (self.layer_kinds or {"": {}}).values())
+        # A cache of transformers with a window of 1 would hold all keys.
+        return max((max(2, window) for window in windows if window is not None), default=None)
+
+    def _window(self, kind: Mapping[str, Any]) -> int | None:
+        """Return the window of a kind of layer that needs no keys outside it; None for other kinds."""
+        prior, *others = (kind.get(part, getattr(self, part)) for part in ("prior", "key_bias", "logit_scale"))
+        return None if any(part is not None for part in others) else min(_window_sizes(prior), default=None)
 
     def make_encoding(self) -> Encoding | None:
         """Build the encoding from its description."""
@@ -195,6 +217,15 @@ class PriorDecoderConfig(PriorConfig):
         """Build the gate from its description."""
         sizes: dict[str, Any] = {"num_heads": self.num_attention_heads, "width": self.hidden_size}
         return None if self.key_bias is None else build("key bias", KEY_BIASES, self.key_bias, **sizes)
+
+
+def _window_sizes(prior: Any) -> list[int]:
+    """Return the sizes of all windows in the description of a prior. Invalid descriptions are refused elsewhere."""
+    if isinstance(prior, Mapping):
+        name, size, prior = prior.get("name"), prior.get("size"), prior.get("priors")
+        if name == Window.name:
+            return [size] if isinstance(size, int) else []
+    return [size for part in prior for size in _window_sizes(part)] if isinstance(prior, list | tuple) else []
 
 
 class DecoderAttention(nn.Module):
@@ -248,6 +279,8 @@ class DecoderAttention(nn.Module):
             )
         key_bias = None if isinstance(keys, ShardedSequence) else self._key_bias(hidden, keys, cache)
         if cache is not None:
+            if isinstance(keys, Keys):
+                keys = keys_of_layer(keys, cache, self.layer_index)
             key, value = cache.update(key, value, self.layer_index)
         prior = self.prior if shared_prior is None else shared_prior
         relative = self.encoding if isinstance(self.encoding, ShawVectors) else None

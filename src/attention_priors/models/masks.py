@@ -156,6 +156,23 @@ class Keys:
             query_positions=None if positions is None else positions[:, -number:],
         )
 
+    def in_slots(self, first: int, number: int) -> Keys:
+        """Return the :class:`Keys` of a layer whose cache holds ``number`` slots from slot ``first`` on."""
+        held = slice(first, first + number)
+        queries, keys = self.query_positions, self.key_positions
+        if first and keys is None and self.documents is not None:
+            queries, keys = self.positions, self.positions_of_keys
+        return replace(
+            self,
+            num_keys=number,
+            key_offset=first,
+            documents=None if self.documents is None else self.documents[:, held],
+            padding=None if self.padding is None else self.padding[:, held],
+            forbidden=None if self.forbidden is None else self.forbidden[..., held],
+            query_positions=queries,
+            key_positions=None if keys is None else keys[:, held],
+        )
+
     def to(self, device: torch.device | str | int) -> Keys:
         """Move all tensors to a device. accelerate calls this method when a model is spread over devices."""
         device = torch.device(device)
@@ -256,8 +273,11 @@ def keys_of_call(
     Raises:
         ValueError: an argument has a wrong shape or value. The message names it, and what was expected.
     """
-    past = 0 if cache is None else _now(cache.get_seq_length())
-    slots = length if cache is None else cache.get_mask_sizes(length, 0)[0]
+    past, slots = 0, length
+    if cache is not None:
+        # Layers with a sliding window hold fewer slots than there are tokens.
+        whole = next((index for index, slides in enumerate(cache.is_sliding) if not slides), 0)
+        past, slots = _now(cache.get_seq_length(whole)), cache.get_mask_sizes(length, whole)[0]
     # A compiled model with a static cache cannot know how many slots are filled.
     num_keys = slots if isinstance(past, Tensor) else past + length
     slots = max(slots, num_keys)
@@ -297,6 +317,37 @@ def keys_of_call(
             "those of position_ids)"
         )
     return keys
+
+
+def keys_of_layer(keys: Keys, cache: Cache, index: int) -> Keys:
+    """Return the keys that the cache of a layer holds: all, or those in the window before each query.
+
+    Args:
+        keys: all tokens so far, from :func:`keys_of_call`.
+        cache: cache of the previous tokens.
+        index: index of the layer.
+
+    Raises:
+        ValueError: the cache has dropped a key in a query's window. Windows count positions, caches count slots; they
+            differ if padding lies between the tokens of a document and ``position_ids`` skips it.
+    """
+    if index >= len(cache) or not cache.is_sliding[index]:
+        return keys
+    number, first = cache.get_mask_sizes(keys.num_queries, index)
+    if first and keys.key_positions is not None and keys.query_positions is not None:
+        window = number - keys.num_queries + 1
+        near = keys.query_positions[:, :1] - keys.key_positions[:, :first] < window
+        if keys.padding is not None:
+            near = near & ~keys.padding[:, :first]
+        documents = keys.of_queries(keys.documents)
+        if keys.documents is not None and documents is not None:
+            near = near & (keys.documents[:, :first] == documents[:, :1])
+        _require(
+            ~near.any(),
+            f"position_ids skips padding between tokens, so a window of {window} positions reaches keys that the cache "
+            "has dropped; pass a DynamicCache() made without config, or put all padding before the tokens",
+        )
+    return keys.in_slots(first, min(number, keys.num_keys - first))
 
 
 def _with_positions(keys: Keys, position_ids: Tensor, batch: int) -> Keys:
@@ -365,9 +416,14 @@ def _require_own_positions(keys: Keys, position_ids: Tensor, batch: int) -> None
         f"position_ids {tuple(position_ids.shape)} covers new tokens only, and differs from the default positions: "
         f"with a cache, pass the positions of all tokens so far, shape ({batch}, {keys.num_keys})"
     )
+    _require(same.all(), message)
+
+
+def _require(holds: Tensor, message: str) -> None:
+    """Raise a ValueError unless a condition holds; in compiled code, which cannot read values, assert it."""
     if torch.compiler.is_compiling():
-        torch._assert_async(same.all(), message)  # pyright: ignore[reportPrivateImportUsage]
-    elif not bool(same.all()):
+        torch._assert_async(holds, message)  # pyright: ignore[reportPrivateImportUsage]
+    elif not bool(holds):
         raise ValueError(message)
 
 
