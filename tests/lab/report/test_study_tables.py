@@ -439,6 +439,23 @@ def test_schemes_show_only_their_requested_lengths():
     assert [line[3:] for line in table(rows, "prior_reach").lines[2:]] == [["–", "0", "0"], ["–", "4", "0"]]
 
 
+def test_margins_stand_beside_the_far_sighted_heads_of_each_layer():
+    rows = sights()
+    for scheme, seed, margin in (("NoPE", 0, 4.0), ("steady", 0, 1.0), ("steady", 1, 3.0), ("loses", 0, -1.5)):
+        for length in (64, 256) if scheme != "loses" else (64,):
+            rows.append({"scheme": scheme, "seed": seed} | asked_row(length, 0.5, 1, margin=margin + length / 64))
+    for row in rows.of("prior_reach", scheme="loses", seed=1):
+        row["half"] = {"64": 40, "256": 40}  # In this seed, all heads are far-sighted.
+    shown = table(rows, "margins_and_reach")
+    assert "the last query of 256 tokens" in shown.caption
+    assert shown.header == ["scheme", "layer 0", "layer 1", "64", "256"]
+    assert [[*line[:3], *(cell if cell == ABSENT else cell.text for cell in line[3:])] for line in shown.lines] == [
+        ["NoPE", "–", "–", "5.0", "8.0"], ["steady", "0", "2", "3.0", "6.0"], ["loses", "1.5", "1", "-0.5", "–"],
+    ]  # fmt: skip
+    mean, low, high = over_seeds([2.0, 4.0])
+    assert line(shown, "steady")[3] == Cell(f"{mean:.1f}", f"[{low:.1f}, {high:.1f}]")
+
+
 def test_the_heads_of_a_scheme_are_explained_and_counted(rows):
     shown = heads(rows.results()["prior"].query("scheme == 'BAM'"))
     assert shown.header[:6] == ["seed", "layer", "head", "role", "scale α, tokens", "shape β"]

@@ -37,11 +37,12 @@ _thousandths = "{:.3f}".format
 def tables(results: Results, names: Collection[str] | None = None) -> dict[str, Table]:
     """Return the tables of these names, by default all tables; tables without data have no lines."""
     makers = {
-        "accuracy": accuracy, "passkey": passkey, "passkey_by_seed": passkey_by_seed, "perplexity": perplexity,
-        "copying": copying, "retrieval": retrieval, "answer_tokens": answer_tokens, "losses": plan_losses,
-        "completions": completions, "needle_weights": needle_weights, "timing": timing, "differences": differences,
-        "axes": axes, "best_trials": best_trials, "extension": extension, "heads": head_counts,
-        "prior_mass": prior_mass, "prior_reach": prior_reach, "training": training, "runs": runs,
+        "accuracy": accuracy, "passkey": passkey, "passkey_by_seed": passkey_by_seed,
+        "margins_and_reach": margins_and_reach, "perplexity": perplexity, "copying": copying, "retrieval": retrieval,
+        "answer_tokens": answer_tokens, "losses": plan_losses, "completions": completions,
+        "needle_weights": needle_weights, "timing": timing, "differences": differences, "axes": axes,
+        "best_trials": best_trials, "extension": extension, "heads": head_counts, "prior_mass": prior_mass,
+        "prior_reach": prior_reach, "training": training, "runs": runs,
     }  # fmt: skip
     return {name: make(results) for name, make in makers.items() if names is None or name in names}
 
@@ -121,6 +122,25 @@ def passkey_by_seed(results: Results) -> Table:
     ]
     about, columns = wording("passkey_by_seed"), columns_of(rows.length)
     return Table.across("passkey_by_seed", about, ["scheme", "seed"], columns, lines if rows.seed.nunique() > 1 else [])
+
+
+def margins_and_reach(results: Results) -> Table:
+    """Return the margin of the recipe's own pass keys by length, beside the number of far-sighted heads per layer."""
+    rows, reach = own_passkeys(results).dropna(subset="margin"), results["prior_reach"]
+    longest, layers = rows.length.max(), sorted({*reach.layer})
+    seen = [{int(length): half for length, half in each.items()} for each in reach.half]
+    far = [estimates.sight(each, longest) == "far-sighted" if longest in each else math.nan for each in seen]
+    counts = reach.assign(far=far).groupby(["scheme", "seed", "layer"], observed=True).far.sum(min_count=1)
+    means, lines = counts.groupby(["scheme", "layer"], observed=True).mean(), []
+    for name, own in by_scheme(rows):
+        found = [means.get((name, layer), math.nan) for layer in layers]
+        heads_of_layers = [ABSENT if math.isnan(mean) else f"{round(mean, 1):g}" for mean in found]
+        margins = own.groupby(["seed", "length"]).margin.mean().reset_index()
+        cells = {length: Cell.of(each, _tenths) for length, each in over(margins, "length", "margin").items()}
+        lines.append(([name, *heads_of_layers], cells))
+    first = ["scheme", *(f"layer {layer}" for layer in layers)]
+    about = wording("margins_and_reach", longest=longest)
+    return Table.across("margins_and_reach", about, first, columns_of(rows.length), lines, words=1)
 
 
 def passkey_overview(results: Results) -> Table:
