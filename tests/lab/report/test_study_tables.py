@@ -447,7 +447,7 @@ def test_margins_stand_beside_the_far_sighted_heads_of_each_layer():
     for row in rows.of("prior_reach", scheme="loses", seed=1):
         row["half"] = {"64": 40, "256": 40}  # In this seed, all heads are far-sighted.
     shown = table(rows, "margins_and_reach")
-    assert "the last query of 256 tokens" in shown.caption
+    assert "in a text of 256 tokens" in shown.caption
     assert shown.header == ["scheme", "layer 0", "layer 1", "64", "256"]
     assert [[*line[:3], *(cell if cell == ABSENT else cell.text for cell in line[3:])] for line in shown.lines] == [
         ["NoPE", "–", "–", "5.0", "8.0"], ["steady", "0", "2", "3.0", "6.0"], ["loses", "1.5", "1", "-0.5", "–"],
