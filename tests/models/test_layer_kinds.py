@@ -8,7 +8,7 @@ import pytest
 import torch
 from tiny_decoders import VOCABULARY, logits_of, tiny_config, tiny_decoder, tokens
 from torch import Tensor
-from transformers import DynamicCache
+from transformers import DynamicCache, StaticCache
 
 from attention_priors import Rotary, Window
 from attention_priors.models import PriorDecoderConfig, PriorDecoderForCausalLM
@@ -130,26 +130,99 @@ def test_caches_keep_no_keys_outside_windows() -> None:
     assert [layer.keys.shape[2] for layer in layers] == [5, 5, 20, 20, 20]
 
 
-def test_keys_that_a_cache_dropped_are_not_missed() -> None:
-    """Padding between tokens, which ``position_ids`` skips, brings keys close that the cache has dropped."""
-    model = tiny_decoder(prior={"name": "window", "size": 4}, encoding="rotary")
-    ids, mask = tokens(1, 9), torch.tensor([[1, 1, 1, 0, 0, 0, 1, 1, 1]])
-    positions = (mask.cumsum(-1) - 1).clamp(min=0)
-    whole = logits_of(model, ids, attention_mask=mask, position_ids=positions)
+def in_chunks(model: Any, ids: Tensor, sizes: list[int], cache: Any, **whole: Tensor) -> Tensor:
+    """Return the logits of a text fed in chunks; 2-D arguments and 4-D masks are cut to the tokens so far."""
+    parts, start = [], 0
+    for size in sizes:
+        stop = start + size
+        cut = {n: x[:, :stop] if x.dim() == 2 else x[..., start:stop, :stop] for n, x in whole.items()}
+        parts.append(model(ids[:, start:stop], cache=cache, use_cache=True, **cut).logits)
+        start = stop
+    return torch.cat(parts, 1)
 
-    def steps(cache: DynamicCache) -> Tensor:
-        said = ({"attention_mask": mask[:, :end], "position_ids": positions[:, :end]} for end in (6, 9))
-        parts = zip(ids.split([6, 3], 1), said, strict=True)
-        return torch.cat([model(new, cache=cache, use_cache=True, **rest).logits for new, rest in parts], 1)
 
-    assert_close = torch.testing.assert_close
-    assert_close(steps(DynamicCache())[mask.bool()], whole[mask.bool()])
-    with pytest.raises(ValueError, match="position_ids skips padding between tokens, so a window of 4 positions"):
-        steps(DynamicCache(config=model.config))
-    mask = torch.tensor([[0, 0, 0, 1, 1, 1, 1, 1, 1]])
-    positions = (mask.cumsum(-1) - 1).clamp(min=0) * 2
-    whole = logits_of(model, ids, attention_mask=mask, position_ids=positions)
-    assert_close(steps(DynamicCache(config=model.config))[mask.bool()], whole[mask.bool()])
+HALVES, BRANCH = (torch.ones(12, 12, dtype=torch.bool).tril() for _ in range(2))
+HALVES[6:, :6] = False
+BRANCH[10:, 3:10] = False
+
+DROPPED: dict[str, tuple[list[int], bool, dict[str, Tensor]]] = {
+    # Sizes of the chunks; whether a query sees a key that a window of 3 slots drops; arguments over all tokens.
+    "left padding, positions with gaps": (
+        [6, 3, 3],
+        False,
+        {
+            "attention_mask": torch.tensor([[0] * 3 + [1] * 9]),
+            "position_ids": torch.tensor([[0, 0, 0, 0, 2, 3, 5, 6, 7, 9, 10, 11]]),
+        },
+    ),
+    "padding that positions skip": (
+        [8, 4],
+        True,
+        {
+            "attention_mask": torch.tensor([[1] * 4 + [0] * 5 + [1] * 3]),
+            "position_ids": torch.tensor([[0, 1, 2, 3, 3, 3, 3, 3, 3, 4, 5, 6]]),
+        },
+    ),
+    "packed documents": ([7, 1, 4], False, {"document_ids": torch.tensor([[0] * 5 + [1] * 7])}),
+    "packed positions": ([7, 1, 4], False, {"position_ids": torch.tensor([[*range(6), *range(6)]])}),
+    "interleaved documents": (
+        [4, 3, 1, 4],
+        True,
+        {"document_ids": torch.tensor([[0, 0, 0, 1, 1, 1, 1, 0, 0, 1, 0, 0]])},
+    ),
+    "positions that fall where a mask divides": (
+        [7, 1, 4],
+        False,
+        {"attention_mask": HALVES[None, None], "position_ids": torch.tensor([[*range(6), *range(6)]])},
+    ),
+    "a branch of a tree": (
+        [9, 3],
+        True,
+        {"attention_mask": BRANCH[None, None], "position_ids": torch.tensor([[*range(10), 3, 4]])},
+    ),
+}
+
+
+@pytest.mark.parametrize("case", DROPPED)
+def test_keys_that_a_cache_dropped_are_not_missed(case: str) -> None:
+    """Windows count positions within documents, caches count slots."""
+    sizes, is_lost, whole = DROPPED[case]
+    model = tiny_decoder(prior={"name": "window", "size": 3}, encoding="rotary")
+    ids, mask = tokens(1, 12), whole.get("attention_mask", torch.ones(1, 12))
+    real = mask.bool() if mask.dim() == 2 else torch.ones(1, 12, dtype=torch.bool)
+    expected = logits_of(model, ids, **whole)[real]
+    torch.testing.assert_close(in_chunks(model, ids, sizes, DynamicCache(), **whole)[real], expected)
+    for cache in (DynamicCache(config=model.config), StaticCache(config=model.config, max_cache_len=12)):
+        if is_lost:
+            with pytest.raises(ValueError, match="the cache of layer 0 has dropped keys that new tokens see"):
+                in_chunks(model, ids, sizes, cache, **whole)
+        else:
+            torch.testing.assert_close(in_chunks(model, ids, sizes, cache, **whole)[real], expected)
+
+
+def test_caches_of_other_models_are_refused_if_they_lack_keys() -> None:
+    other = tiny_config(prior={"name": "window", "size": 3})
+    for prior in ("laplace", {"name": "window", "size": 4}):
+        with pytest.raises(ValueError, match="or the cache was made for another model"):
+            in_chunks(tiny_decoder(prior=prior), tokens(1, 8), [4, 4], DynamicCache(config=other))
+
+
+def test_masks_may_cover_the_free_slots_of_windows() -> None:
+    """With windows in all layers, a static cache does not tell its size."""
+    model, ids = tiny_decoder(prior={"name": "window", "size": 3}), tokens(1, 5)
+    for mask in (torch.ones(1, 20, dtype=torch.long), torch.ones(5, 20, dtype=torch.bool).tril()[None, None]):
+        cache = StaticCache(config=model.config, max_cache_len=20)
+        found = model(ids, cache=cache, use_cache=True, attention_mask=mask).logits
+        torch.testing.assert_close(found, logits_of(model, ids))
+
+
+def test_sliding_windows_follow_from_priors() -> None:
+    with pytest.raises(ValueError, match="sliding_window=4 cannot be set, because it follows from the priors"):
+        tiny_config(sliding_window=4)
+    nested = {"name": "sum", "priors": [{"name": "window", "size": 7}, ["laplace", {"name": "window", "size": 5}]]}
+    assert tiny_config(prior=nested).sliding_window == 5
+    assert tiny_config(prior={"name": "window", "size": 1}).sliding_window == 2
+    assert tiny_config(prior="laplace").sliding_window is None
 
 
 def test_positions_may_change_in_one_kind_of_layer() -> None:

@@ -39,7 +39,7 @@ from attention_priors.encodings import AdditiveEncoding, Encoding, Rotary, ShawV
 from attention_priors.models.layer_kinds import check_layer_kinds, kind_of_layer
 from attention_priors.models.masks import Keys, keys_of_call, keys_of_layer
 from attention_priors.models.pretrained import PriorConfig, PriorPreTrainedModel, beside, embedded, refuse_unknown
-from attention_priors.priors import Prior, Window
+from attention_priors.priors import Prior, Sum, Window
 from attention_priors.priors.base import check_over_line
 
 logger = get_logger(__name__)
@@ -188,17 +188,24 @@ class PriorDecoderConfig(PriorConfig):
             if kind.get("key_bias", self.key_bias) is not None:
                 types.append("indexed_attention")
             else:
-                types.append("full_attention" if self._window(kind) is None else "sliding_attention")
+                types.append("full_attention" if self.window_of_kind(kind) is None else "sliding_attention")
         return types
 
     @property
     def sliding_window(self) -> int | None:
         """Largest window, in tokens with the query's own, of the layers that cache no keys outside it; else None."""
-        windows = map(self._window, (self.layer_kinds or {"": {}}).values())
+        windows = map(self.window_of_kind, (self.layer_kinds or {"": {}}).values())
         # A cache of transformers with a window of 1 would hold all keys.
         return max((max(2, window) for window in windows if window is not None), default=None)
 
-    def _window(self, kind: Mapping[str, Any]) -> int | None:
+    @sliding_window.setter
+    def sliding_window(self, size: Any) -> None:
+        raise ValueError(
+            f"sliding_window={size!r} cannot be set, because it follows from the priors; describe a window as "
+            'prior={"name": "window", "size": ...}'
+        )
+
+    def window_of_kind(self, kind: Mapping[str, Any]) -> int | None:
         """Return the window of a kind of layer that needs no keys outside it; None for other kinds."""
         prior, *others = (kind.get(part, getattr(self, part)) for part in ("prior", "key_bias", "logit_scale"))
         return None if any(part is not None for part in others) else min(_window_sizes(prior), default=None)
@@ -222,9 +229,10 @@ class PriorDecoderConfig(PriorConfig):
 def _window_sizes(prior: Any) -> list[int]:
     """Return the sizes of all windows in the description of a prior. Invalid descriptions are refused elsewhere."""
     if isinstance(prior, Mapping):
-        name, size, prior = prior.get("name"), prior.get("size"), prior.get("priors")
-        if name == Window.name:
-            return [size] if isinstance(size, int) else []
+        name, size = prior.get("name"), prior.get("size")
+        if name == Window.name and isinstance(size, int):
+            return [size]
+        prior = prior.get("priors") if name == Sum.name else None
     return [size for part in prior for size in _window_sizes(part)] if isinstance(prior, list | tuple) else []
 
 
@@ -238,6 +246,7 @@ class DecoderAttention(nn.Module):
         self.layer_index = layer_index
         self.head_dim = config.head_dim
         self.tolerance = config.tolerance
+        self.window = config.window_of_kind({})
         query_width = config.num_attention_heads * config.head_dim
         kv_width = config.num_key_value_heads * config.head_dim
         self.q_proj = nn.Linear(config.hidden_size, query_width, bias=False)
@@ -280,7 +289,7 @@ class DecoderAttention(nn.Module):
         key_bias = None if isinstance(keys, ShardedSequence) else self._key_bias(hidden, keys, cache)
         if cache is not None:
             if isinstance(keys, Keys):
-                keys = keys_of_layer(keys, cache, self.layer_index)
+                keys = keys_of_layer(keys, cache, self.layer_index, self.window)
             key, value = cache.update(key, value, self.layer_index)
         prior = self.prior if shared_prior is None else shared_prior
         relative = self.encoding if isinstance(self.encoding, ShawVectors) else None

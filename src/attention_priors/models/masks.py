@@ -13,6 +13,7 @@ The library receives masks in three ways. :class:`Keys` is the result of each.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from inspect import getclosurevars
@@ -275,9 +276,11 @@ def keys_of_call(
     """
     past, slots = 0, length
     if cache is not None:
-        # Layers with a sliding window hold fewer slots than there are tokens.
-        whole = next((index for index, slides in enumerate(cache.is_sliding) if not slides), 0)
-        past, slots = _now(cache.get_seq_length(whole)), cache.get_mask_sizes(length, whole)[0]
+        # A layer with a sliding window does not tell how many slots a static cache has.
+        slides = cache.is_sliding if cache.is_compileable else []
+        layer = slides.index(False) if False in slides else 0
+        past = _now(cache.get_seq_length(layer))
+        slots = sys.maxsize if slides and all(slides) else cache.get_mask_sizes(length, layer)[0]
     # A compiled model with a static cache cannot know how many slots are filled.
     num_keys = slots if isinstance(past, Tensor) else past + length
     slots = max(slots, num_keys)
@@ -319,35 +322,62 @@ def keys_of_call(
     return keys
 
 
-def keys_of_layer(keys: Keys, cache: Cache, index: int) -> Keys:
+def keys_of_layer(keys: Keys, cache: Cache, index: int, window: int | None) -> Keys:
     """Return the keys that the cache of a layer holds: all, or those in the window before each query.
 
     Args:
         keys: all tokens so far, from :func:`keys_of_call`.
         cache: cache of the previous tokens.
         index: index of the layer.
+        window: size of the layer's window in tokens, the query's own included; None if it needs all keys.
 
     Raises:
-        ValueError: the cache has dropped a key in a query's window. Windows count positions, caches count slots; they
-            differ if padding lies between the tokens of a document and ``position_ids`` skips it.
+        ValueError: the cache has dropped a key that a query sees. Windows count positions within a document, caches
+            count slots.
     """
     if index >= len(cache) or not cache.is_sliding[index]:
         return keys
     number, first = cache.get_mask_sizes(keys.num_queries, index)
-    if first and keys.key_positions is not None and keys.query_positions is not None:
-        window = number - keys.num_queries + 1
-        near = keys.query_positions[:, :1] - keys.key_positions[:, :first] < window
-        if keys.padding is not None:
-            near = near & ~keys.padding[:, :first]
-        documents = keys.of_queries(keys.documents)
-        if keys.documents is not None and documents is not None:
-            near = near & (keys.documents[:, :first] == documents[:, :1])
+    fits = window is not None and window <= number - keys.num_queries + 1
+    if first and not (fits and _follows_slots(keys)):
         _require(
-            ~near.any(),
-            f"position_ids skips padding between tokens, so a window of {window} positions reaches keys that the cache "
-            "has dropped; pass a DynamicCache() made without config, or put all padding before the tokens",
+            ~_sees_any(keys, first, window),
+            f"the cache of layer {index} has dropped keys that new tokens see: documents are interleaved, positions "
+            "fall or skip padding between tokens, or the cache was made for another model; pass a DynamicCache() made "
+            "without config, which holds all keys",
         )
     return keys.in_slots(first, min(number, keys.num_keys - first))
+
+
+def _follows_slots(keys: Keys) -> bool:
+    """Return whether tokens of a document are known to be at least as far apart in positions as in slots."""
+    if keys.documents is None and keys.key_positions is None:
+        return True
+    if torch.compiler.is_compiling():
+        return False
+    rises = None if keys.key_positions is None else keys.key_positions.diff() > 0
+    if keys.documents is None:
+        assert rises is not None
+        return bool(rises.all())
+    steps = keys.documents.diff()
+    return bool((steps >= 0).all() and (rises is None or (rises | (steps > 0)).all()))
+
+
+def _sees_any(keys: Keys, first: int, window: int | None) -> Tensor:
+    """Return whether a query sees one of the first ``first`` keys through masks and a window."""
+    distance = keys.positions[:, :, None] - keys.positions_of_keys[:, None, :first]
+    sees = distance >= 0 if window is None else (distance >= 0) & (distance < window)
+    if keys.padding is not None:
+        hidden = keys.of_queries(keys.padding)
+        assert hidden is not None
+        sees = sees & ~hidden[:, :, None] & ~keys.padding[:, None, :first]
+    if keys.documents is not None:
+        own = keys.of_queries(keys.documents)
+        assert own is not None
+        sees = sees & (own[:, :, None] == keys.documents[:, None, :first])
+    if keys.forbidden is not None:
+        sees = sees & ~hides(keys.forbidden[..., :first]).all(1)
+    return sees.any()
 
 
 def _with_positions(keys: Keys, position_ids: Tensor, batch: int) -> Keys:
