@@ -329,7 +329,7 @@ def keys_of_layer(keys: Keys, cache: Cache, index: int, window: int | None) -> K
         keys: all tokens so far, from :func:`keys_of_call`.
         cache: cache of the previous tokens.
         index: index of the layer.
-        window: size of the layer's window in tokens, the query's own included; None if it needs all keys.
+        window: the layer's window in tokens, with the query's own; None for all keys.
 
     Raises:
         ValueError: the cache has dropped a key that a query sees. Windows count positions within a document, caches
@@ -364,7 +364,7 @@ def _follows_slots(keys: Keys) -> bool:
 
 
 def _sees_any(keys: Keys, first: int, window: int | None) -> Tensor:
-    """Return whether a query sees one of the first ``first`` keys through masks and a window."""
+    """Return whether a query sees a key before slot ``first``, through masks and its window."""
     distance = keys.positions[:, :, None] - keys.positions_of_keys[:, None, :first]
     sees = distance >= 0 if window is None else (distance >= 0) & (distance < window)
     if keys.padding is not None:
