@@ -257,7 +257,8 @@ def test_a_sweep_with_extensions_is_compared_and_reported(copy, extended, tiny):
     assert [line[:3] for line in tables(results)["extension"].merged][:4] == [
         [BAM, "before", "–"], ["150 → 300", ON, "4"], ["", FRESH, "4"], ["", BARE, "0"],
     ]  # fmt: skip
-    made = {"passkey", "perplexity", "axes", "extension", "heads", "prior_mass", "prior_reach", "training", "runs"}
+    made = {"passkey", "margins_and_reach", "perplexity", "axes", "extension", "heads"}
+    made |= {"prior_mass", "prior_reach", "training", "runs"}
     assert {path.name for path in (copy / "tables").iterdir()} == {f"{n}.{end}" for n in made for end in ("md", "tex")}
 
 
