@@ -83,6 +83,20 @@ def test_decoding_with_a_static_cache_compiles_once(variant: str) -> None:
     assert counters["stats"]["unique_graphs"] == before + 2
 
 
+@pytest.mark.parametrize("variant", every_other_deep(VARIANTS, ["ssmax and a prior", "prior and rotary"]))
+@torch.no_grad()
+def test_documents_of_a_static_cache_in_compiled_code(variant: str) -> None:
+    """Documents cover all slots, the empty ones included."""
+    model, ids = small_decoder(variant), tokens(2, LENGTH)
+    expected = model(ids, use_cache=False, document_ids=DOCUMENTS).logits
+    cache = StaticCache(config=model.config, max_cache_len=LENGTH + 4)
+    slots = torch.cat([DOCUMENTS, DOCUMENTS[:, -1:].expand(-1, 2), torch.full((2, 2), 9)], 1)
+    torch._dynamo.reset()
+    compiled = torch.compile(model.forward, fullgraph=True, backend="aot_eager")
+    parts: list[Any] = [compiled(part, cache=cache, document_ids=slots).logits for part in ids.split([4, 7, 1], 1)]
+    torch.testing.assert_close(torch.cat(parts, 1), expected)
+
+
 # ---- lengths
 
 SCHEMES: dict[str, dict[str, Any]] = {

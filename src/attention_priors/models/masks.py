@@ -70,7 +70,9 @@ class Keys:
         if self.query_positions is not None:
             return self.query_positions
         if self.documents is not None:
-            return positions_in_documents(self.documents)[:, -self.num_queries :]
+            positions = self.of_queries(positions_in_documents(self.documents))
+            assert positions is not None
+            return positions
         return self._count(self.query_offset, self.num_queries)
 
     @property
@@ -111,7 +113,16 @@ class Keys:
         """
         number = self.in_use
         queries, keys = self.query_positions, self.key_positions
-        if queries is None and self.documents is None:
+        documents, forbidden = self.documents, self.forbidden
+        if documents is not None and self.end is None:
+            # attend() takes the last keys' documents for the queries', but the last slots may be empty.
+            queries, keys = self.positions, self.positions_of_keys
+            own = self.of_queries(documents)
+            assert own is not None
+            others = (own[:, :, None] != documents[:, None, :]).unsqueeze(1)
+            forbidden = others if forbidden is None else forbidden.masked_fill(others, float("-inf"))
+            documents = None
+        elif queries is None and documents is None:
             start, first = self.start, self.key_offset
             shifted = isinstance(start, Tensor) or isinstance(first, Tensor) or start or first
             if (self.end != number and (self.causal or prior is not None)) or (shifted and is_absolute(prior)):
@@ -120,9 +131,9 @@ class Keys:
             "causal": self.causal,
             "query_positions": queries,
             "key_positions": None if keys is None else keys[:, :number],
-            "document_ids": self.documents,
+            "document_ids": documents,
             "key_padding_mask": None if self.padding is None else self.padding[:, :number],
-            "attn_mask": None if self.forbidden is None else self.forbidden[..., :number],
+            "attn_mask": None if forbidden is None else forbidden[..., :number],
         }
 
     def of_queries(self, of_keys: Tensor | None) -> Tensor | None:
@@ -268,7 +279,7 @@ def keys_of_call(
             the default ones. Positions rise within a document: a new document begins where they do not (as in a batch
             that transformers packed), unless ``document_ids`` or a 4-D mask separate documents. Positions of padding
             are ignored.
-        document_ids: integers ``(B, num_keys)``.
+        document_ids: integers ``(B, num_keys)``. Beside a static cache they may cover its empty slots too.
         cache: cache of the previous tokens.
 
     Raises:
@@ -284,10 +295,11 @@ def keys_of_call(
     # A compiled model with a static cache cannot know how many slots are filled.
     num_keys = slots if isinstance(past, Tensor) else past + length
     slots = max(slots, num_keys)
-    if document_ids is not None and tuple(document_ids.shape) != (batch, num_keys):
-        raise ValueError(
-            f"document_ids must cover every key, shape ({batch}, {num_keys}), got {tuple(document_ids.shape)}"
-        )
+    if document_ids is not None:
+        shape = tuple(document_ids.shape)
+        if len(shape) != 2 or shape[0] != batch or not num_keys <= shape[1] <= slots:
+            raise ValueError(f"document_ids must cover every key, shape ({batch}, {num_keys}), got {shape}")
+        document_ids = document_ids[:, :num_keys]
     keys = Keys(device, past, length, num_keys, documents=document_ids)
     if attention_mask is not None and attention_mask.dim() == 4:
         rows, _, queries, columns = attention_mask.shape
