@@ -19,7 +19,7 @@ from attention_priors.lab.study.sweep import POSITION_FIELDS
 ROOT = Path(__file__).parents[3]
 RECIPE = ROOT / "recipes/results/referee.yaml"
 
-STUDIES = ("referee-tuning", "referee-more")
+STUDIES = ("referee-tuning", "referee-more", "referee-layers")
 """Studies with the trials."""
 
 STEPS = 2500
@@ -40,8 +40,14 @@ def _ranks(results: Results) -> dict[str, tuple[float, float]]:
     return {name: (-found[name], fmean(mean_losses(losses.rows_within_training(name)))) for name in results.names}
 
 
+LOCAL = ", local layers first"
+
+
 def test_schemes_are_those_of_the_best_trials():
-    """Each scheme has the best of its paper's starts and the best of its other starts, without SSMax and with it."""
+    """Each scheme has the best trial of each kind of start, without SSMax and with it.
+
+    The kinds are starts of its paper, local layers first, and all others. Its best trial of all trains on four keys too.
+    """
     candidates, starts = defaultdict[Any, list[Any]](list), defaultdict[str, list[str]](list)
     for study in STUDIES:
         results = Results.read(ROOT / "docs/results" / study)
@@ -53,16 +59,23 @@ def test_schemes_are_those_of_the_best_trials():
             if start not in starts[scheme]:
                 starts[scheme].append(start)
             of_paper = starts[scheme].index(start) < OF_PAPERS.get(scheme, 1)
+            kind = "paper" if of_paper else "local" if start.endswith(LOCAL) else "other"
             for name in names:
                 if recipe.training_of(name).total_steps != STEPS:
                     continue  # another budget
                 trial = (ranks[name], start + "+SSMax" * scaled, _described(recipe, name), found.get(name, 0) >= 0.95)
-                candidates[scheme, scaled, of_paper].append(trial)
-    best = [min(each, key=lambda trial: trial[0]) for each in candidates.values()]
+                candidates[scheme, scaled, kind].append(trial)
+    best = {key: min(each, key=lambda trial: trial[0]) for key, each in candidates.items()}
     recipe = decoder_recipe(RECIPE)
-    assert {name: _described(recipe, name) for name in recipe.schemes} == {name: made for _, name, made, _ in best}
+    assert {name: _described(recipe, name) for name in recipe.schemes} == {name: made for _, name, made, _ in best.values()}
     farther = {name for name in recipe.schemes if "256 times" in dict(recipe.plans_of(name))}
-    assert farther == {name for _, name, _, far in best if far}
+    assert farther == {name for _, name, _, far in best.values() if far}
+    of_scheme = defaultdict[str, list[Any]](list)
+    for (scheme, *_), trial in best.items():
+        of_scheme[scheme].append(trial)
+    four_keys = {name for name in recipe.schemes if "four keys" in recipe.extensions_of(name)}
+    assert four_keys == {min(each, key=lambda trial: trial[0])[1] for each in of_scheme.values()}
+    assert {name for name in recipe.schemes if "needles" in dict(recipe.plans_of(name))} == four_keys
 
 
 @pytest.fixture
