@@ -41,12 +41,13 @@ def _ranks(results: Results) -> dict[str, tuple[float, float]]:
 
 
 LOCAL = ", local layers first"
+"""End of the names of starts in which only the last layer looks far."""
 
 
 def test_schemes_are_those_of_the_best_trials():
     """Each scheme has the best trial of each kind of start, without SSMax and with it.
 
-    The kinds are starts of its paper, local layers first, and all others. Its best trial of all trains on four keys too.
+    The kinds are starts of its paper, local layers first, and all others. The best of all trains on four keys too.
     """
     candidates, starts = defaultdict[Any, list[Any]](list), defaultdict[str, list[str]](list)
     for study in STUDIES:
@@ -67,7 +68,9 @@ def test_schemes_are_those_of_the_best_trials():
                 candidates[scheme, scaled, kind].append(trial)
     best = {key: min(each, key=lambda trial: trial[0]) for key, each in candidates.items()}
     recipe = decoder_recipe(RECIPE)
-    assert {name: _described(recipe, name) for name in recipe.schemes} == {name: made for _, name, made, _ in best.values()}
+    assert {name: _described(recipe, name) for name in recipe.schemes} == {
+        name: made for _, name, made, _ in best.values()
+    }
     farther = {name for name in recipe.schemes if "256 times" in dict(recipe.plans_of(name))}
     assert farther == {name for _, name, _, far in best.values() if far}
     of_scheme = defaultdict[str, list[Any]](list)
