@@ -31,15 +31,6 @@ def test_patterns_repeat_over_the_layers() -> None:
     assert model.config.layer_types == ["sliding_attention"] * 2 + ["indexed_attention"] + ["sliding_attention"] * 2
 
 
-@pytest.mark.parametrize("gate", ["forget_gate", "cable"])
-def test_gates_start_like_other_projections(gate: str) -> None:
-    torch.manual_seed(0)
-    config = tiny_config(hidden_size=512, num_attention_heads=8, initializer_range=0.3, key_bias={"name": gate})
-    model: Any = PriorDecoderForCausalLM(config)
-    weight = model.model.layers[0].self_attn.key_bias.weight
-    assert float(weight.std()) == pytest.approx(0.3, rel=0.1)
-
-
 def test_kinds_inherit_missing_parts() -> None:
     kinds = {"a": {"prior": None}, "b": {"encoding": {"name": "rotary", "base": 500.0}}}
     model: Any = tiny_decoder(

@@ -23,7 +23,7 @@ from transformers import (
     GenerationMixin,
 )
 from transformers.cache_utils import Cache
-from transformers.initialization import copy_, normal_
+from transformers.initialization import copy_
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.utils.generic import can_return_tuple
@@ -407,11 +407,6 @@ class PriorDecoderPreTrainedModel(PriorPreTrainedModel):
     _skip_keys_device_placement = ["cache", "shared_prior"]  # noqa: RUF012
     _can_compile_fullgraph = True
     _can_record_outputs = {"hidden_states": DecoderLayer, "attentions": DecoderAttention}  # noqa: RUF012
-
-    def _init_weights(self, module: nn.Module) -> None:
-        super()._init_weights(module)
-        if isinstance(module, ForgetGate):
-            normal_(module.weight, std=self.config.initializer_range)
 
     def initialize_weights(self) -> None:
         """Initialize all weights that are not loaded, as transformers does, and equal projections."""

@@ -40,6 +40,9 @@ def _ranks(results: Results) -> dict[str, tuple[float, float]]:
     return {name: (-found[name], fmean(mean_losses(losses.rows_within_training(name)))) for name in results.names}
 
 
+NAMES = {"BAM": "BAM, near and far", "FoX": "FoX, ALiBi's slopes"}
+"""Names of starts in the referee, where the trials have other names."""
+
 LOCAL = ", local layers first"
 """End of the names of starts in which only the last layer looks far."""
 
@@ -64,7 +67,8 @@ def test_schemes_are_those_of_the_best_trials():
             for name in names:
                 if recipe.training_of(name).total_steps != STEPS:
                     continue  # another budget
-                trial = (ranks[name], start + "+SSMax" * scaled, _described(recipe, name), found.get(name, 0) >= 0.95)
+                shown = NAMES.get(start, start) + "+SSMax" * scaled
+                trial = (ranks[name], shown, _described(recipe, name), found.get(name, 0) >= 0.95)
                 candidates[scheme, scaled, kind].append(trial)
     best = {key: min(each, key=lambda trial: trial[0]) for key, each in candidates.items()}
     recipe = decoder_recipe(RECIPE)
