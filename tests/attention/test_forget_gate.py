@@ -122,7 +122,7 @@ def test_gates_combine_with_prior_and_logit_scale(logit_scale: SSMax | None) -> 
 
 def test_configs_round_trip() -> None:
     gate = Cable(HEADS, WIDTH, init=[0.5, 1.0])
-    assert gate.to_config() == {"name": "cable", "num_heads": HEADS, "width": WIDTH, "init": [0.5, 1.0]}
+    assert gate.to_config() == {"name": "cable", "num_heads": HEADS, "width": WIDTH, "init": [0.5, 1.0], "std": 0.02}
     assert gate.bias.tolist() == [0.5, 1.0]
     assert build("key bias", KEY_BIASES, gate.to_config()).to_config() == gate.to_config()
     with pytest.raises(ValueError, match="unknown key bias 'gate'; expected one of forget_gate, cable"):
@@ -133,3 +133,11 @@ def test_configs_round_trip() -> None:
 def test_invalid_starts_are_refused(init: Any) -> None:
     with pytest.raises(ValueError, match="init must be a finite number, or a list of 2, got"):
         ForgetGate(HEADS, WIDTH, init)
+
+
+def test_std_is_that_of_the_initial_weights() -> None:
+    torch.manual_seed(0)
+    assert float(ForgetGate(8, 512, std=0.3).weight.std()) == pytest.approx(0.3, rel=0.1)
+    assert not ForgetGate(8, 512, std=0.0).weight.any()
+    with pytest.raises(ValueError, match="got -1"):
+        ForgetGate(8, 512, std=-1)

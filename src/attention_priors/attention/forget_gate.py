@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear, logsigmoid, softplus
 
-from attention_priors.checks import check_positive_integers
+from attention_priors.checks import check_at_least, check_positive_integers
 from attention_priors.config import Described
 from attention_priors.precision import compute_dtype_of
 
@@ -29,26 +29,29 @@ class ForgetGate(Described, nn.Module):
         width: width of the hidden states.
         init: initial ``b``, one number or one per head. With ``b = 0`` each token halves the weight of all earlier
             keys; with a large ``b`` it takes about ``e^-b`` of it.
+        std: standard deviation of the initial ``w``. The larger, the more the gates depend on the text at first.
     """
 
     name = "forget_gate"
 
-    def __init__(self, num_heads: int, width: int, init: float | list[float] = 0.0) -> None:
+    def __init__(self, num_heads: int, width: int, init: float | list[float] = 0.0, std: float = 0.02) -> None:
         super().__init__()
         check_positive_integers(num_heads=num_heads, width=width)
+        check_at_least(0, std=std)
         starts = init if isinstance(init, list | tuple) else [init] * num_heads
         if len(starts) != num_heads or not all(isinstance(b, int | float) and math.isfinite(b) for b in starts):
             raise ValueError(f"init must be a finite number, or a list of {num_heads}, got {init!r}")
         self.num_heads = num_heads
         self.width = width
         self.init = init
+        self.std = std
         self.weight = nn.Parameter(torch.empty(num_heads, width))
         self.bias = nn.Parameter(torch.empty(num_heads))
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Reset the weights to random numbers of standard deviation 0.02, and the biases to ``init``."""
-        nn.init.normal_(self.weight, std=0.02)
+        """Reset the weights to random numbers of standard deviation ``std``, and the biases to ``init``."""
+        nn.init.normal_(self.weight, std=self.std)
         with torch.no_grad():
             starts = torch.as_tensor(self.init, dtype=self.bias.dtype, device=self.bias.device)
             self.bias.copy_(starts.expand(self.num_heads))
@@ -100,6 +103,7 @@ class Cable(ForgetGate):
         num_heads: ``H``.
         width: width of the hidden states.
         init: initial ``b``, one number or one per head.
+        std: standard deviation of the initial ``w``.
     """
 
     name = "cable"
