@@ -139,5 +139,5 @@ def test_std_is_that_of_the_initial_weights() -> None:
     torch.manual_seed(0)
     assert float(ForgetGate(8, 512, std=0.3).weight.std()) == pytest.approx(0.3, rel=0.1)
     assert not ForgetGate(8, 512, std=0.0).weight.any()
-    with pytest.raises(ValueError, match="got -1"):
+    with pytest.raises(ValueError, match="std must be a finite number of at least 0, got -1"):
         ForgetGate(8, 512, std=-1)

@@ -558,8 +558,8 @@ class PriorDecoderForCausalLM(PriorDecoderPreTrainedModel, GenerationMixin):
             labels: ``(B, L)``, aligned with ``input_ids``, -100 = ignore. The loss is the mean in nats per token.
             use_cache: whether to return a cache. By default True in eval mode only.
             logits_to_keep: number of last logits to compute (0 = all), or indices of the logits to compute.
-            document_ids: ``(B, past + L)``. Packed documents do not see each other. Beside a static cache, compiled
-                code needs one id per slot of the cache, empty ones included; other code accepts them.
+            document_ids: ``(B, past + L)``. Packed documents do not see each other. Compiled code with a static
+                cache needs ids of its empty slots too.
             sequence: shards of longer sequences over a group of processes, which must all call at the same time.
                 Documents and padding belong to the sequence. For a loss, pass ``shift_labels``, the next token of each
                 token, and ``num_items_in_batch`` instead of ``labels``: the token after a shard's last token is in

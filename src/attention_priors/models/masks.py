@@ -117,9 +117,7 @@ class Keys:
         if documents is not None and self.end is None:
             # attend() takes the last keys' documents for the queries', but the last slots may be empty.
             queries, keys = self.positions, self.positions_of_keys
-            own = self.of_queries(documents)
-            assert own is not None
-            others = (own[:, :, None] != documents[:, None, :]).unsqueeze(1)
+            others = self.in_other_documents(documents).unsqueeze(1)
             forbidden = others if forbidden is None else forbidden.masked_fill(others, float("-inf"))
             documents = None
         elif queries is None and documents is None:
@@ -144,6 +142,12 @@ class Keys:
         if isinstance(first, Tensor):
             return of_keys[:, torch.arange(self.num_queries, device=self.device) + first]
         return of_keys[:, first : first + self.num_queries]
+
+    def in_other_documents(self, documents: Tensor) -> Tensor:
+        """Return which keys are in another document than each query, ``(B, num_queries, num_keys)``."""
+        own = self.of_queries(documents)
+        assert own is not None
+        return own[:, :, None] != documents[:, None, :]
 
     def tokens_in_window(self) -> Tensor | None:
         """Count the non-padding tokens in each query's window, ``(B, 1, num_queries)``; None without padding."""
@@ -384,9 +388,7 @@ def _sees_any(keys: Keys, first: int, window: int | None) -> Tensor:
         assert hidden is not None
         sees = sees & ~hidden[:, :, None] & ~keys.padding[:, None, :first]
     if keys.documents is not None:
-        own = keys.of_queries(keys.documents)
-        assert own is not None
-        sees = sees & (own[:, :, None] == keys.documents[:, None, :first])
+        sees = sees & ~keys.in_other_documents(keys.documents)[..., :first]
     if keys.forbidden is not None:
         sees = sees & ~hides(keys.forbidden[..., :first]).all(1)
     return sees.any()

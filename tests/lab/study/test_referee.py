@@ -28,6 +28,12 @@ STEPS = 2500
 OF_PAPERS = {"FoX": 2, "SWAN": 2, "iRoPE": 2}
 """Number of starts of a scheme that come from its literature, which are its first; 1 for schemes not listed."""
 
+NAMES = {"BAM": "BAM, near and far", "FoX": "FoX, ALiBi's slopes"}
+"""Name in the referee of each start that the trials call otherwise."""
+
+LOCAL = ", local layers first"
+"""End of the names of starts in which only the last layer looks far."""
+
 
 def _described(recipe: Recipe, scheme: str) -> tuple[Any, ...]:
     return recipe.schemes[scheme].model_dump(include=POSITION_FIELDS), recipe.training_of(scheme)
@@ -38,13 +44,6 @@ def _ranks(results: Results) -> dict[str, tuple[float, float]]:
     by_length = shares(own_passkeys(results), "scheme", "length")  # a length that was not reached counts as 0
     found, losses = by_length.groupby("scheme", observed=True).share.sum(), own_losses(results)
     return {name: (-found[name], fmean(mean_losses(losses.rows_within_training(name)))) for name in results.names}
-
-
-NAMES = {"BAM": "BAM, near and far", "FoX": "FoX, ALiBi's slopes"}
-"""Names of starts in the referee, where the trials have other names."""
-
-LOCAL = ", local layers first"
-"""End of the names of starts in which only the last layer looks far."""
 
 
 def test_schemes_are_those_of_the_best_trials():
