@@ -99,8 +99,10 @@ class Geometry:
             return behind
         if is_captured():
             return None
-        if not self.has_given_positions and self._are_documents_rising():
-            return behind
+        documents = self.key_documents
+        rising = documents is not None and bool((documents[:, 1:] >= documents[:, :-1]).all())
+        if rising and not self.has_given_positions:
+            return behind  # each document is one run of slots, as is usual
         slots = torch.arange(max(self.num_queries, self.num_keys), device=self.device)
         query_shift = self.query_positions - slots[: self.num_queries]
         key_shift = self.key_positions - slots[: self.num_keys]
@@ -116,11 +118,6 @@ class Geometry:
         own = (key_shift + slots[: self.num_keys])[:, behind:]
         same = (query_shift + slots[: self.num_queries] == own).all()
         return behind if contiguous & unit_stride & same else None
-
-    def _are_documents_rising(self) -> bool:
-        """Return whether document ids never decrease. If so, as is usual, each document is one run of slots."""
-        documents = self.key_documents
-        return documents is not None and bool((documents[:, 1:] >= documents[:, :-1]).all())
 
     # ---- what a query may see
 

@@ -76,10 +76,6 @@ class OnHeads(Prior):
         """Run the prior's check."""
         self.prior.check(causal=causal)
 
-    def reset_parameters(self) -> None:
-        """Reset the prior's parameters."""
-        self.prior.reset_parameters()
-
     def natural_parameters(self) -> dict[str, Tensor]:
         """Return the prior's parameters, and nan on the other heads."""
         return {name: self.spread(x, 0, torch.nan) for name, x in self.prior.natural_parameters().items()}

@@ -110,11 +110,6 @@ class Axial(OnGrid):
         for part in (self.over_rows, self.over_columns):
             part.check(causal=False)
 
-    def reset_parameters(self) -> None:
-        """Reset the parameters of both axes."""
-        for part in (self.over_rows, self.over_columns):
-            part.reset_parameters()
-
     def natural_parameters(self) -> dict[str, Tensor]:
         """Return the parameters of both axes, named by axis and parameter: ``rows.beta``."""
         return {
@@ -203,10 +198,6 @@ class Radial(OnGrid):
         apart = self._apart(distance)
         straight = torch.hypot(apart.row.double(), apart.column.double())
         return self.over_distance.log_prior_at(straight, torch.float64).masked_fill(apart.outside, 0.0).to(dtype)
-
-    def reset_parameters(self) -> None:
-        """Reset the parameters of the prior over distance."""
-        self.over_distance.reset_parameters()
 
     def natural_parameters(self) -> dict[str, Tensor]:
         """Return the parameters of the prior over distance."""

@@ -237,11 +237,14 @@ class Prior(Described, KeepsFloat32):
     # ---- parameters
 
     def reset_parameters(self) -> None:
-        """Reset every parameter to its initial value.
+        """Reset every parameter to its initial value. By default, only those of priors that this prior is made of.
 
         A prior with parameters or buffers must define this method: transformers builds models on the meta device and
         calls it to fill them.
         """
+        for part in self.children():
+            if isinstance(part, Prior):
+                part.reset_parameters()
 
     @torch.no_grad()
     def natural_parameters(self) -> dict[str, Tensor]:

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 from torch.nn.functional import pad
 
-from attention_priors.attention.flex.mods import BLOCK, ScoreMod, Scores, Visibility
+from attention_priors.attention.flex.mods import BLOCK, ScoreMod, Visibility, score_mod_of
 from attention_priors.attention.problem import Problem
 
 LEAST_WIDTH = 16
@@ -42,21 +42,22 @@ def _attend_on_cpu(problem: Problem) -> tuple[Tensor, Tensor | None]:
 def _attend(problem: Problem, need_lse: bool) -> tuple[Tensor, Tensor | None]:
     geometry, device = problem.geometry, problem.query.device
     num_queries, num_keys = slots = _rounded(geometry.num_queries, device), _rounded(geometry.num_keys, device)
-    scores = Scores.of(problem.prior, geometry, problem.row_scale, problem.scales_prior, problem.key_bias, slots)
-    visibility = Visibility.of(problem.prior, geometry, slots)
+    prior, row_scale = problem.prior, problem.row_scale
+    score_mod, own = score_mod_of(prior, geometry, row_scale, problem.scales_prior, problem.key_bias, slots)
+    visibility = Visibility.of(prior, geometry, slots)
     query, key, value = (
         pad(tensor, (0, 0, 0, length - tensor.shape[2])) if length > tensor.shape[2] else tensor
         for tensor, length in ((problem.query, num_queries), (problem.key, num_keys), (problem.value, num_keys))
     )
-    out, lse = _run(query, key, value, scores.mod(), visibility.block_mask(), problem.softmax_scale, need_lse)
+    out, lse = _run(query, key, value, score_mod, visibility.block_mask(), problem.softmax_scale, need_lse)
     out = out[:, :, : geometry.num_queries]
     if lse is None:
         return out, None
     lse = lse[:, :, : geometry.num_queries]
-    if scores.own is not None:
-        constant = scores.own[0][:, :, : geometry.num_queries]
-        if problem.row_scale is not None and problem.scales_prior:
-            constant = constant * problem.row_scale
+    if own is not None:
+        constant = own[0][:, :, : geometry.num_queries]
+        if row_scale is not None and problem.scales_prior:
+            constant = constant * row_scale
         # A query that sees no key keeps -inf, without a gradient.
         lse = torch.where(lse == float("-inf"), lse, lse + constant)
     return out, lse

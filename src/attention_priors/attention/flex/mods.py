@@ -109,7 +109,7 @@ def flex_score_mod(
     if logit_scale is not None:
         like = torch.empty(0, device=geometry.device)
         row_scale = logit_scale(count_visible_keys(geometry, like) if visible_keys is None else visible_keys)
-    return Scores.of(prior, geometry, row_scale, logit_scale is not None and logit_scale.include_prior).mod()
+    return score_mod_of(prior, geometry, row_scale, logit_scale is not None and logit_scale.include_prior)[0]
 
 
 def flex_mask_mod(
@@ -238,113 +238,82 @@ def _mask_in_slots(mask: Tensor, geometry: Geometry, num_queries: int, num_keys:
 # ---- score_mod
 
 
-@dataclass(frozen=True)
-class Scores:
-    """Tensors that a ``score_mod`` reads.
+def score_mod_of(
+    prior: Prior | None,
+    geometry: Geometry,
+    row_scale: Tensor | None,
+    scales_prior: bool,
+    key_bias: Tensor | None = None,
+    slots: tuple[int, int] | None = None,
+) -> tuple[ScoreMod, tuple[Tensor, Tensor] | None]:
+    """Return a ``score_mod`` and a part of each query's log-prior that its scores lack, in float32.
 
-    The bias is ``table[h, first_i + position_j] + Σ_r phi_r(h, i) psi_r(j) + keys(h, j) - own(h, i)``. ``keys`` and
-    ``own`` are sums of two float32 numbers each, because a single number would round values far from 0.
+    The bias is ``table[h, first_i + position_j] + Σ_r phi_r(h, i) psi_r(j) + of_keys(h, j) - own(h, i)``. The part that
+    scores lack is ``own``, the approximate maximum of ``of_keys`` over the keys that the query sees. Both are sums of
+    two float32 numbers each, because a single number would round values far from 0.
+
+    Args:
+        prior: Prior, or None.
+        geometry: Positions and masks.
+        row_scale: Factor of each query's scores, shape ``(1 or B, H, Lq)``. None applies no factor.
+        scales_prior: Whether ``row_scale`` also multiplies the log-prior.
+        key_bias: Bias of each key, shape ``(B, H, Lk)``. None adds no bias.
+        slots: Padded numbers of queries and keys of FlexAttention. None adds no padding. Results of padding queries
+            have no meaning.
+
+    Returns:
+        The ``score_mod``, and the two parts of ``own``, shape ``(1 or B, H, Lq)``. None if no term is of keys alone.
     """
+    num_queries, num_keys = slots or (geometry.num_queries, geometry.num_keys)
+    terms = () if prior is None else tuple(prior.terms())
+    for term in terms:
+        if Structure.SCALED_DISTANCE in term.structure:
+            raise ValueError(f"FlexAttention does not support the network of {term.name!r}; use attend()")
+    queries, keys = _positions(geometry)
+    highest, number = _distances(geometry)
+    stationary = [term for term in terms if Structure.STATIONARY in term.structure]
+    single = [term for term in terms if term not in stationary and Structure.OF_KEYS in term.structure]
+    others = _lanes([term for term in terms if term not in (*stationary, *single)], geometry)
+    table = consecutive_table(stationary, highest, highest - number + 1, geometry.device)
+    sums, best = table_of_keys(single, geometry, key_bias), _own(single, geometry)
+    if key_bias is not None:
+        seen = best_seen(key_bias.double(), geometry)
+        best = seen if best is None else best + seen
+    added, mask = None, geometry.attn_mask
+    if mask is not None and mask.dtype != torch.bool:
+        # `Visibility` hides keys where the mask is -inf.
+        finite = mask.float().clamp(min=torch.finfo(torch.float32).min)
+        added = _mask_in_slots(finite, geometry, num_queries, num_keys)
+    table = None if table is None else table.float().contiguous()
+    first = _in_slots(highest - queries, geometry, num_queries)
+    position = _in_slots(keys, geometry, num_keys)
+    lanes = [(_in_slots(phi, geometry, num_queries), _in_slots(psi, geometry, num_keys)) for phi, psi in others]
+    of_keys = None if sums is None else in_two(_in_slots(sums, geometry, num_keys))
+    own = None if best is None else in_two(_in_slots(best, geometry, num_queries))
+    scale = None if row_scale is None else _in_slots(row_scale, geometry, num_queries)
+    # FlexAttention passes a batch index even if these tensors have batch size 1.
+    each = int(len(position) > 1)
 
-    table: Tensor | None
-    """Table of the stationary terms by distance, shape ``(H, N)``."""
-    first: Tensor
-    """Index in the table of the distance from each query to position 0, shape ``(B, Lq)``."""
-    position: Tensor
-    """Position of each key, shape ``(B, Lk)``."""
-    lanes: list[tuple[Tensor, Tensor]]
-    """``phi``, shape ``(B, H, Lq)``, and ``psi``, shape ``(B, Lk)``, of each lane."""
-    keys: tuple[Tensor, Tensor] | None
-    """Terms that depend on the key alone, shape ``(B, H, Lk)`` each."""
-    own: tuple[Tensor, Tensor] | None
-    """Approximate maximum of ``keys`` over the visible keys of each query, shape ``(B, H, Lq)`` each. Scores lack this
-    part of the log-prior."""
-    row_scale: Tensor | None
-    """Factor of each query's scores, shape ``(B, H, Lq)``."""
-    scales_prior: bool
-    added: Tensor | None
-    """Finite values of a float ``attn_mask``, shape ``(B, H, Lq, Lk)``."""
+    def score_mod(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        e = b * each
+        if scale is not None and not scales_prior:
+            score = score * scale[e, h, q_idx]
+        if table is not None:
+            score = score + table[h, first[e, q_idx] + position[e, kv_idx]]
+        for phi, psi in lanes:
+            score = score + phi[e, h, q_idx] * psi[e, kv_idx]
+        if of_keys is not None and own is not None:
+            low = of_keys[1][e, h, kv_idx] - own[1][e, h, q_idx]
+            score = score + ((of_keys[0][e, h, kv_idx] - own[0][e, h, q_idx]) + low)
+        if scale is not None and scales_prior:
+            score = score * scale[e, h, q_idx]
+        return score if added is None else score + added[b, h, q_idx, kv_idx]
 
-    @classmethod
-    def of(
-        cls,
-        prior: Prior | None,
-        geometry: Geometry,
-        row_scale: Tensor | None,
-        scales_prior: bool,
-        key_bias: Tensor | None = None,
-        slots: tuple[int, int] | None = None,
-    ) -> Scores:
-        """Make the tables and lanes of a prior, in float32 like FlexAttention's scores.
-
-        Args:
-            prior: Prior, or None.
-            geometry: Positions and masks.
-            row_scale: Factor of each query's scores, shape ``(1 or B, H, Lq)``. None applies no factor.
-            scales_prior: Whether ``row_scale`` also multiplies the log-prior.
-            key_bias: Bias of each key, shape ``(B, H, Lk)``. None adds no bias.
-            slots: Padded numbers of queries and keys of FlexAttention. None adds no padding. Results of padding
-                queries have no meaning.
-        """
-        num_queries, num_keys = slots or (geometry.num_queries, geometry.num_keys)
-        terms = () if prior is None else tuple(prior.terms())
-        for term in terms:
-            if Structure.SCALED_DISTANCE in term.structure:
-                raise ValueError(f"FlexAttention does not support the network of {term.name!r}; use attend()")
-        queries, keys = _positions(geometry)
-        highest, number = _distances(geometry)
-        stationary = [term for term in terms if Structure.STATIONARY in term.structure]
-        of_keys = [term for term in terms if term not in stationary and Structure.OF_KEYS in term.structure]
-        lanes = _lanes([term for term in terms if term not in (*stationary, *of_keys)], geometry)
-        table = consecutive_table(stationary, highest, highest - number + 1, geometry.device)
-        sums, own = table_of_keys(of_keys, geometry, key_bias), _own(of_keys, geometry)
-        if key_bias is not None:
-            best = best_seen(key_bias.double(), geometry)
-            own = best if own is None else own + best
-        added, mask = None, geometry.attn_mask
-        if mask is not None and mask.dtype != torch.bool:
-            # `Visibility` hides keys where the mask is -inf.
-            finite = mask.float().clamp(min=torch.finfo(torch.float32).min)
-            added = _mask_in_slots(finite, geometry, num_queries, num_keys)
-        return cls(
-            table=None if table is None else table.float().contiguous(),
-            first=_in_slots(highest - queries, geometry, num_queries),
-            position=_in_slots(keys, geometry, num_keys),
-            lanes=[(_in_slots(phi, geometry, num_queries), _in_slots(psi, geometry, num_keys)) for phi, psi in lanes],
-            keys=None if sums is None else in_two(_in_slots(sums, geometry, num_keys)),
-            own=None if own is None else in_two(_in_slots(own, geometry, num_queries)),
-            row_scale=None if row_scale is None else _in_slots(row_scale, geometry, num_queries),
-            scales_prior=scales_prior,
-            added=added,
-        )
-
-    def mod(self) -> ScoreMod:
-        """Return the ``score_mod``."""
-        table, scale, scales_prior, added = self.table, self.row_scale, self.scales_prior, self.added
-        first, position, lanes, keys, own = self.first, self.position, self.lanes, self.keys, self.own
-        # FlexAttention passes a batch index even if these tensors have batch size 1.
-        each = int(len(position) > 1)
-
-        def score_mod(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-            e = b * each
-            if scale is not None and not scales_prior:
-                score = score * scale[e, h, q_idx]
-            if table is not None:
-                score = score + table[h, first[e, q_idx] + position[e, kv_idx]]
-            for phi, psi in lanes:
-                score = score + phi[e, h, q_idx] * psi[e, kv_idx]
-            if keys is not None and own is not None:
-                low = keys[1][e, h, kv_idx] - own[1][e, h, q_idx]
-                score = score + ((keys[0][e, h, kv_idx] - own[0][e, h, q_idx]) + low)
-            if scale is not None and scales_prior:
-                score = score * scale[e, h, q_idx]
-            return score if added is None else score + added[b, h, q_idx, kv_idx]
-
-        return score_mod
+    return score_mod, own
 
 
 def _lanes(terms: list[Prior], geometry: Geometry) -> list[tuple[Tensor, Tensor]]:
-    """Return ``phi`` and ``psi`` of each lane (see :class:`Scores`)."""
+    """Return ``phi`` and ``psi`` of each lane (see :func:`score_mod_of`)."""
     if not terms:
         return []
     queries, keys = geometry.query_positions, geometry.key_positions
@@ -396,7 +365,7 @@ class Visibility:
         Args:
             prior: Prior, or None.
             geometry: Positions and masks.
-            slots: Padded numbers of queries and keys (see :meth:`Scores.of`). No query sees a padding key.
+            slots: Padded numbers of queries and keys (see :func:`score_mod_of`). No query sees a padding key.
         """
         num_queries, num_keys = slots or (geometry.num_queries, geometry.num_keys)
         queries, keys = _positions(geometry)

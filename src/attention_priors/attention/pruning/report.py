@@ -52,7 +52,7 @@ def pruning_report(query: Tensor, key: Tensor, prior: Prior | None = None, **opt
         # Positions with gaps are computed in full. A table of all their distances would be as large as a dense bias.
         kept, dropped = keep_everything(geometry)
     else:
-        inputs = operator_inputs(problem, plan, limited=False)
+        inputs = operator_inputs(problem, plan)
         assert inputs is not None
         kept, dropped = prune(*read_inputs(*inputs, None, False), problem.tolerance, balls_of(problem, plan))
     reach = torch.zeros(geometry.heads, dtype=torch.int64, device=query.device)

@@ -82,14 +82,13 @@ def _weightless_keys(problem: Problem, table: Tensor | None, key_bias: Tensor | 
     return share * problem.geometry.num_keys
 
 
-def operator_inputs(problem: Problem, plan: Plan, fused: bool = False, limited: bool = True) -> tuple[Any, ...] | None:
+def operator_inputs(problem: Problem, plan: Plan, fused: bool = False) -> tuple[Any, ...] | None:
     """Build the inputs of the operators, except the last two, ``kept`` and ``fused``.
 
     Args:
         problem: checked problem.
         plan: engine and form of each term.
         fused: whether Triton's kernels compute the problem.
-        limited: whether the number of distances must fit in linear memory.
 
     Returns:
         Inputs, or None if only the dense formula supports the problem. Reasons are lanes that are too large for
@@ -105,7 +104,7 @@ def operator_inputs(problem: Problem, plan: Plan, fused: bool = False, limited: 
         geometry = replace(geometry, given_query_positions=None, given_key_positions=None)
     elif any(term.over_grid for term in problem.terms) and _hides_positions(geometry):
         return None
-    distances = _distances(geometry, fused, limited)
+    distances = _distances(geometry, fused)
     if distances is None:
         return None
     highest, number, listed = distances
@@ -149,10 +148,10 @@ def _is_mapped(positions: Tensor | None) -> bool:
     return False
 
 
-def _distances(geometry: Geometry, fused: bool, limited: bool) -> tuple[int, int, Tensor | None] | None:
+def _distances(geometry: Geometry, fused: bool) -> tuple[int, int, Tensor | None] | None:
     """Return a table's highest distance, its number of distances, and a list of all if they do not fall by one.
 
-    The list is in increasing order. The result is None if ``limited`` and the distances do not fit in linear memory.
+    The list is in increasing order. The result is None if the distances do not fit in linear memory.
     """
     num_queries, num_keys, offset = geometry.num_queries, geometry.num_keys, None
     if _hides_positions(geometry):
@@ -171,18 +170,18 @@ def _distances(geometry: Geometry, fused: bool, limited: bool) -> tuple[int, int
         listed = grids.distances(geometry)
         return 0, len(listed), listed
     if offset is None:
-        listed = _list_distances(geometry, limited)
+        listed = _list_distances(geometry)
         return None if listed is None else (0, len(listed), listed)
     highest, lowest = num_queries - 1 + offset, offset - (num_keys - 1)
     return highest, highest - min(max(lowest, 0) if geometry.causal else lowest, highest) + 1, None
 
 
-def _list_distances(geometry: Geometry, limited: bool) -> Tensor | None:
-    """Return all distances in increasing order; None if ``limited`` and there are far more than queries and keys."""
+def _list_distances(geometry: Geometry) -> Tensor | None:
+    """Return all distances in increasing order; None if there are far more than queries and keys."""
     keys = geometry.key_positions.unsqueeze(-2)
     most = max(FEW_DISTANCES, DISTANCES_PER_TOKEN * (geometry.query_positions.numel() + keys.numel()))
     # Under torch.func, the dense formula cannot be recomputed block by block, so there is no fallback.
-    limited = limited and not torch._C._are_functorch_transforms_active()
+    limited = not torch._C._are_functorch_transforms_active()
     listed = keys.new_empty(0)
     for queries in geometry.query_positions.split(256, dim=-1):
         listed = torch.cat([listed, (queries.unsqueeze(-1) - keys).unique()]).unique()

@@ -164,10 +164,6 @@ class BlockProblem:
         assert self.kept is not None
         return self.kept.flatten(2).all(-1).tolist()
 
-    def keeps_all(self, text: int, head: int) -> bool:
-        """Return whether a head of a row of the batch keeps all blocks."""
-        return self.kept is None or self.whole_heads[text][head]
-
     def kept_keys(self, block: Tile, head: int) -> list[tuple[int, int]]:
         """Return the ranges of keys that a block of queries looks at. The block has one row of the batch."""
         ranges = [(block.first, block.last)]

@@ -17,7 +17,7 @@ from attention_priors.attention.geometry import block_length
 from attention_priors.attention.observe import note
 from attention_priors.attention.tiles.bias import Bias
 from attention_priors.attention.tiles.block_problem import BlockProblem, Content
-from attention_priors.attention.tiles.tiling import Tile, Tiling, ranges_of
+from attention_priors.attention.tiles.tiling import Tile, Tiling
 from attention_priors.precision import log_sum_exp
 
 
@@ -42,14 +42,13 @@ def recompute_rows(content: Content, problem: BlockProblem, out: Tensor, whole: 
     tiling = Tiling(geometry, None, [tile], geometry.has_masks)
     bias_of = Bias(problem, tiling)
     rows = block_length(geometry.batch * geometry.heads * geometry.num_keys)
-    for start, stop in ranges_of(0, geometry.num_queries, rows):
-        here = far[:, :, start:stop]
+    for block in tiling.blocks(rows):
+        own = (slice(None), slice(None), block.rows)
+        here = far[own]
         if bool(here.any()):
-            first, last = tiling.keys_of(tile, start, stop)
-            block = tile._replace(start=start, stop=stop, first=first, last=last)
             part_out, part_lse = _attend(content, bias_of, block)
-            out[:, :, start:stop] = torch.where(here.unsqueeze(-1), part_out.to(out.dtype), out[:, :, start:stop])
-            whole[:, :, start:stop] = torch.where(here, part_lse, whole[:, :, start:stop])
+            out[own] = torch.where(here.unsqueeze(-1), part_out.to(out.dtype), out[own])
+            whole[own] = torch.where(here, part_lse, whole[own])
 
 
 def without_best(bias: Tensor) -> tuple[Tensor, Tensor]:

@@ -155,9 +155,9 @@ def _attend_part(
 
         def attend(tile: Tile, query: Tensor, bias_of: Bias, texts: slice = texts) -> _Found:
             keys = (texts, slice(None), slice(tile.first, tile.last))
-            return _Found(
-                *_attend_tile(query, key[keys], value[keys], bias_of, tile, part.heads, content.softmax_scale)
-            )
+            bias = bias_of(tile, part.heads) if tile.first < tile.last else None
+            blind = None if bias is None else bias_of.blind(tile, bias)
+            return _Found(*attend_plain(query, key[keys], value[keys], bias, blind, content.softmax_scale))
 
         centred, constant = bias_of.centred(whole, part.heads, far)
         found = _attend_block(block, query, partial(attend, bias_of=centred))
@@ -195,7 +195,7 @@ def _blocks(part: Part, problem: BlockProblem, sizes: _Sizes) -> Iterator[RowBlo
     tiling, rows, keys = problem.tiling.of_texts(part.batches), min(sizes.rows[part.heads]), None
     if sizes.pairs is not None:
         keys = max(KEYS_IN_MEMORY, block_length(min(rows, problem.geometry.num_queries), sizes.pairs))
-    if problem.keeps_all(part.batches.start, part.heads.start):
+    if problem.kept is None or problem.whole_heads[part.batches.start][part.heads.start]:
         yield from tiling.row_blocks(rows, sizes.diagonal_rows, keys)
         return
     # Blocks of queries divide the blocks of pruning, so each lies within one.
@@ -219,14 +219,6 @@ def _merge(before: _Found, found: _Found) -> _Found:
     weight = torch.sigmoid((found.lse - before.lse).nan_to_num(nan=0.0, posinf=math.inf, neginf=-math.inf))
     out = before.out.to(before.lse.dtype).lerp_(found.out.to(before.lse.dtype), weight.unsqueeze(-1))
     return _Found(out, torch.logaddexp(before.lse, found.lse))
-
-
-def _attend_tile(
-    query: Tensor, key: Tensor, value: Tensor, bias_of: Bias, tile: Tile, heads: slice, scale: float
-) -> tuple[Tensor, Tensor]:
-    """Compute attention of a tile's queries, in reverse order, over its keys."""
-    bias = bias_of(tile, heads) if tile.first < tile.last else None
-    return attend_plain(query, key, value, bias, None if bias is None else bias_of.blind(tile, bias), scale)
 
 
 def attend_plain(

@@ -432,7 +432,7 @@ def forward(content: Content, problem: BlockProblem) -> tuple[Tensor, Tensor]:
     """
     from attention_priors.attention.triton.kernels import forward_kernel
 
-    launcher = _launcher(content, problem)
+    launcher = _Launcher(content, problem)
     query, geometry = content.query, problem.geometry
     heads, walk = geometry.batch * geometry.heads, launcher.walk(of_keys=False)
 
@@ -469,11 +469,6 @@ def _merged(lse: Tensor, out: Tensor) -> tuple[Tensor, Tensor]:
     return total, (out * weights.unsqueeze(-1)).sum(2)
 
 
-def _launcher(content: Content, problem: BlockProblem) -> _Launcher:
-    query, key, value = map(columns_together, content[:3])
-    return _Launcher(content._replace(query=query, key=key, value=value), problem)
-
-
 def backward(
     content: Content,
     problem: BlockProblem,
@@ -484,8 +479,8 @@ def backward(
     """Return all gradients. Arguments are those of :func:`forward` and :func:`tiles.backward.backward`."""
     from attention_priors.attention.triton import kernels as kernels
 
-    launcher, geometry = _launcher(content, problem), problem.geometry
-    content, heads, number = launcher.content, geometry.batch * geometry.heads, geometry.num_queries
+    launcher, geometry = _Launcher(content, problem), problem.geometry
+    heads, number = geometry.batch * geometry.heads, geometry.num_queries
     out_grad, lse_grad = columns_together(grads[0].to(content.query.dtype)), grads[1].to(torch.float32).contiguous()
     strides = dict(zip(("grad_batch", "grad_head", "grad_row"), out_grad.stride()[:3], strict=True))
     constant, rest, near_lse = (torch.empty_like(lse_grad) for _ in range(3))
