@@ -46,7 +46,33 @@ class EpochOrder:
         return int(self._drawn[1][place])
 
 
-class TrainingMixture(Dataset[dict[str, Tensor]]):
+class Rows(Dataset[dict[str, Tensor]]):
+    """Dataset of rows of one length; subclasses define ``__getitem__``.
+
+    Args:
+        context_length: Number of tokens per row, at least 2.
+        num_rows: Number of rows, at least 1.
+
+    Raises:
+        ValueError: An argument is out of range.
+    """
+
+    def __init__(self, context_length: int, num_rows: int) -> None:
+        if context_length < 2:
+            raise ValueError(f"context_length must be at least 2 tokens; it is {context_length}")
+        if num_rows < 1:
+            raise ValueError(f"num_rows must be at least 1; it is {num_rows}")
+        self._context_length, self._num_rows = context_length, num_rows
+
+    def __len__(self) -> int:
+        return self._num_rows
+
+    def _check(self, index: int) -> None:
+        if not 0 <= index < self._num_rows:
+            raise IndexError(f"index must be from 0 to {self._num_rows - 1}; it is {index}")
+
+
+class TrainingMixture(Rows):
     """Dataset of rows of packed documents for a causal language model.
 
     A row is a random window of the documents. With the probabilities in ``retrieval``, the row starts with a retrieval
@@ -83,10 +109,7 @@ class TrainingMixture(Dataset[dict[str, Tensor]]):
         seed: int,
         retrieval: Sequence[RetrievalShare] = (),
     ) -> None:
-        if context_length < 2:
-            raise ValueError(f"context_length must be at least 2 tokens; it is {context_length}")
-        if num_rows < 1:
-            raise ValueError(f"num_rows must be at least 1; it is {num_rows}")
+        super().__init__(context_length, num_rows)
         total = math.fsum(share.ratio for share in retrieval)
         if total > 1 + _ROUNDING:
             raise ValueError(f"the ratios of retrieval must sum to 1 at most; they sum to {total:g}")
@@ -94,16 +117,10 @@ class TrainingMixture(Dataset[dict[str, Tensor]]):
         if len(stream) < context_length:
             raise ValueError(f"stream has {len(stream)} tokens: expected at least {context_length} (one row)")
         self._stream = stream
-        self._context_length = context_length
-        self._num_rows = num_rows
         self._seed = seed
 
-    def __len__(self) -> int:
-        return self._num_rows
-
     def __getitem__(self, index: int) -> dict[str, Tensor]:
-        if not 0 <= index < self._num_rows:
-            raise IndexError(f"index must be from 0 to {self._num_rows - 1}; it is {index}")
+        self._check(index)
         generator = torch.Generator().manual_seed(row_seed(self._seed, index))
         drawn = self._draw_text(generator)
         if drawn is None:

@@ -17,10 +17,9 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset
 
 from attention_priors._io import checksum, read_json
-from attention_priors.lab.data.packing import EpochOrder, packed_row
+from attention_priors.lab.data.packing import EpochOrder, Rows, packed_row
 
 MANIFEST = "manifest.json"
 PARTS = ("held_out", "train")
@@ -142,7 +141,7 @@ class TokenShards:
         return self._open[index]
 
 
-class PackedRows(Dataset[dict[str, Tensor]]):
+class PackedRows(Rows):
     """Dataset of rows of consecutive prepared tokens, with the fields of :class:`TrainingMixture`.
 
     The tokens are cut into blocks of ``context_length``; a remainder at the end is not read. Without a seed, row ``i``
@@ -163,32 +162,23 @@ class PackedRows(Dataset[dict[str, Tensor]]):
     def __init__(
         self, tokens: TokenShards, *, context_length: int, num_rows: int | None = None, seed: int | None = None
     ) -> None:
-        if context_length < 2:
-            raise ValueError(f"context_length must be at least 2 tokens; it is {context_length}")
-        if len(tokens) < context_length:
+        self.blocks = len(tokens) // max(context_length, 1)
+        super().__init__(context_length, max(self.blocks, 1) if num_rows is None else num_rows)
+        if not self.blocks:
             raise ValueError(
                 f"{tokens.folder} has {len(tokens)} tokens in its part {tokens.part!r}: expected at least "
                 f"{context_length} (one row)"
             )
-        self.blocks = len(tokens) // context_length
-        self._rows = self.blocks if num_rows is None else num_rows
-        if self._rows < 1:
-            raise ValueError(f"num_rows must be at least 1; it is {num_rows}")
         self._tokens = tokens
-        self._context_length = context_length
         self._order = None if seed is None else EpochOrder(self.blocks, seed)
-
-    def __len__(self) -> int:
-        return self._rows
 
     @property
     def epochs(self) -> float:
         """Number of epochs: the number of rows divided by the number of blocks."""
-        return self._rows / self.blocks
+        return len(self) / self.blocks
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
-        if not 0 <= index < self._rows:
-            raise IndexError(f"index must be from 0 to {self._rows - 1}; it is {index}")
+        self._check(index)
         block = index % self.blocks if self._order is None else self._order[index]
         tokens, documents = self._tokens.window(block * self._context_length, self._context_length)
         return packed_row(tokens, documents)

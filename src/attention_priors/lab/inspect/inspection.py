@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
-from typing import Any, TypedDict, cast
+from typing import Any
 
 import torch
 from pydantic import Field
@@ -164,48 +164,8 @@ def inspect_model(given: Inspected, plan: InspectionPlan, say: Say = lambda _: N
 # ---- attention of the heads on a text
 
 
-class HeadAccount(TypedDict):
-    """Attention of one head on one text: means over the queries that see at least two keys."""
-
-    head: int
-    position_share: float
-    """Share of the prior in the posterior, 0 (content decides) to 1 (prior decides); see :class:`Decomposition`."""
-    agreement: float
-    """Agreement of content and prior, ``ln(n Z)``, in nats."""
-    divergence_from_position: float
-    """``KL(p ‖ p_position)``, in nats: the contribution of the content."""
-    divergence_from_content: float
-    """``KL(p ‖ p_content)``, in nats: the contribution of the prior."""
-    content_range: float
-    """Range ``ω`` of the content logits, in nats."""
-    inverse_temperature: float
-    """Logit scale ``γ``, which multiplies the content and, unless it leaves the prior out, the prior; 1 without a
-    scale."""
-    entropy: float
-    """Entropy of the attention weights, in nats."""
-    distance: float
-    """Mean absolute distance between the query and its keys, weighted by attention, in tokens."""
-    first: float
-    """Weight of the key at index 0, even if this key is padding or belongs to another document."""
-    sink: float
-    """Share of the queries for which the first key leads all others, 0 to 1. A query that does not see the first key
-    counts as not led by it."""
-    sink_content: float | None
-    """Content part of the first key's lead, in nats, median over the queries that it leads; None without such
-    queries."""
-    sink_position: float | None
-    """Prior part of the first key's lead, in nats, median over the same queries. The median is robust to a prior that
-    gives a query's own key far less than all others."""
-    nothing: float
-    """Weight of the null key, 0 without a null key. The other fields describe the remaining weights, normalised to sum
-    1."""
-    forgotten: float | None
-    """Mean ``-ln f`` of a forget gate over the text, in nats per token: the mean rise of the key bias per key. None
-    without a key bias."""
-
-
 @torch.no_grad()
-def head_accounts(problem: Problem) -> list[HeadAccount]:
+def head_accounts(problem: Problem) -> list[dict[str, Any]]:
     """Describe the attention of every head over all queries of the first row of a batch.
 
     The first key is the key at index 0. If the row starts with padding or holds several documents, some queries do not
@@ -213,6 +173,31 @@ def head_accounts(problem: Problem) -> list[HeadAccount]:
     padding.
 
     Memory: one block of queries at a time.
+
+    Returns:
+        A dict for each head. Numbers are means over the queries that see at least two keys, unless stated otherwise:
+
+        - ``head``. Index of the head.
+        - ``position_share``. Share of the prior in the posterior, 0 (content decides) to 1 (prior decides); see
+          :class:`Decomposition`.
+        - ``agreement``. Agreement of content and prior, ``ln(n Z)``, in nats.
+        - ``divergence_from_position``. ``KL(p ‖ p_position)``, in nats: the contribution of the content.
+        - ``divergence_from_content``. ``KL(p ‖ p_content)``, in nats: the contribution of the prior.
+        - ``content_range``. Range ``ω`` of the content logits, in nats.
+        - ``inverse_temperature``. Logit scale ``γ``, which multiplies the content and, unless it leaves the prior out,
+          the prior; 1 without a scale.
+        - ``entropy``. Entropy of the attention weights, in nats.
+        - ``distance``. Mean absolute distance between the query and its keys, weighted by attention, in tokens.
+        - ``first``. Weight of the key at index 0, even if this key is padding or belongs to another document.
+        - ``sink``. Share of the queries for which the first key leads all others, 0 to 1. A query that does not see
+          the first key counts as not led by it.
+        - ``sink_content`` and ``sink_position``. Content part and prior part of the first key's lead, in nats: medians
+          over the queries that it leads, None without such queries. The median is robust to a prior that gives a
+          query's own key far less than all others.
+        - ``nothing``. Weight of the null key, 0 without one. The other numbers describe the remaining weights,
+          normalised to sum 1.
+        - ``forgotten``. Mean ``-ln f`` of a forget gate over the text, in nats per token: the mean rise of the key bias
+          per key. None without a key bias.
 
     Raises:
         ValueError: no query sees two keys.
@@ -254,10 +239,7 @@ def head_accounts(problem: Problem) -> list[HeadAccount]:
         for name, values in whole.items()
     }
     return [
-        cast(
-            "HeadAccount",
-            {"head": head} | dict(zip(means, own, strict=True)) | {"forgotten": _forgotten(problem, head)},
-        )
+        {"head": head} | dict(zip(means, own, strict=True)) | {"forgotten": _forgotten(problem, head)}
         for head, own in enumerate(zip(*means.values(), strict=True))
     ]
 

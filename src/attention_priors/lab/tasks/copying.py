@@ -9,10 +9,9 @@ from typing import Any, NamedTuple
 import torch
 from pydantic import Field, model_validator
 from torch import Tensor
-from torch.utils.data import Dataset
 from transformers import PreTrainedModel
 
-from attention_priors.lab.data.packing import packed_row, row_seed
+from attention_priors.lab.data.packing import Rows, packed_row, row_seed
 from attention_priors.lab.strict_yaml import Strict
 from attention_priors.lab.tasks.generation import token_losses
 from attention_priors.lab.tasks.task import Record, Setting, Task, Unit
@@ -142,7 +141,7 @@ class CopyMixture(Strict):
         return losses | {"all": sum(shares[kind] * losses[kind] for kind in COPY_KINDS)}
 
 
-class CopyMixtureRows(Dataset[dict[str, Tensor]]):
+class CopyMixtureRows(Rows):
     """Rows of the copy-mixture task for a causal language model, with the fields of `TrainingMixture`.
 
     Row ``i`` depends on ``seed`` and ``i`` alone, so training can resume at any row, with any number of workers.
@@ -158,22 +157,13 @@ class CopyMixtureRows(Dataset[dict[str, Tensor]]):
     """
 
     def __init__(self, task: CopyMixture, *, context_length: int, num_rows: int, seed: int) -> None:
-        if context_length < 2:
-            raise ValueError(f"context_length must be at least 2 tokens; it is {context_length}")
-        if num_rows < 1:
-            raise ValueError(f"num_rows must be at least 1; it is {num_rows}")
+        super().__init__(context_length, num_rows)
         self.task = task
-        self._context_length = context_length
-        self._num_rows = num_rows
         self._seed = seed
-
-    def __len__(self) -> int:
-        return self._num_rows
 
     def sample(self, index: int) -> CopySample:
         """Return the tokens of a row and their kinds."""
-        if not 0 <= index < self._num_rows:
-            raise IndexError(f"index must be from 0 to {self._num_rows - 1}; it is {index}")
+        self._check(index)
         generator = torch.Generator().manual_seed(row_seed(self._seed, index))
         return self.task.sample(self._context_length, generator)
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from importlib import resources
 from random import Random
-from typing import Literal, get_args, overload
+from typing import Literal, get_args
 
 from attention_priors.checks import check_choice, check_positive_integers
 from attention_priors.lab.tasks.ruler.settings import Generators, HaystackKind, Prompt, RulerSettings
@@ -224,7 +224,7 @@ def at_depth(draws: NeedleDraws, units: int, depth: float) -> NeedleDraws:
     return replace(draws, needles=tuple(needles), positions=tuple(positions), depths=tuple(depths))
 
 
-class CompoundWords(Sequence[str]):
+class CompoundWords:
     """All distinct ``"first-second"`` words in sorted order, generated on demand: wonderwords gives six million.
 
     Args:
@@ -252,15 +252,7 @@ class CompoundWords(Sequence[str]):
     def __len__(self) -> int:
         return self._ends[-1] if self._ends else 0
 
-    @overload
-    def __getitem__(self, index: int) -> str: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[str]: ...
-
-    def __getitem__(self, index: int | slice) -> str | Sequence[str]:
-        if isinstance(index, slice):
-            return [self[each] for each in range(len(self))[index]]
+    def __getitem__(self, index: int) -> str:
         index = range(len(self))[index]  # resolves negative indices and rejects those out of range
         place = bisect.bisect_right(self._ends, index)
         group = self._groups[place]
