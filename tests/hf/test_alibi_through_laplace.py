@@ -17,8 +17,8 @@ from transformers.models.bloom.modeling_bloom import BloomAttention
 from transformers.models.mpt.modeling_mpt import build_mpt_alibi_tensor
 
 from attention_priors.hf import mpt_slopes, restore_attention, use_priors
+from attention_priors.hf.alibi import prior_for
 from attention_priors.hf.loading import check_positions
-from attention_priors.hf.replacing import prior_for
 from thoroughness import each_once, every_other_deep, examples
 
 Make = Callable[..., Any]

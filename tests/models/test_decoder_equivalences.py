@@ -56,7 +56,7 @@ def test_a_tolerance_bounds_the_error_and_skips_keys(monkeypatch: pytest.MonkeyP
         seen.append((query.shape[-2], "are pruned" in told))
         return attend(query, key, *arguments, **options)
 
-    monkeypatch.setattr("attention_priors.models.decoder.attend", watched)
+    monkeypatch.setattr("attention_priors.models.pretrained.attend", watched)
     monkeypatch.setattr(certificate, "FEWEST_KEYS", 512)
     found = in_chunks(pruned, ids, [900, 899, 1], DynamicCache(config=pruned.config))
     error = float((found - exact).abs().max())

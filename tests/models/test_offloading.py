@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_decoders import FAMILIES, VARIANTS, logits_of, tiny_decoder, tokens
+from tiny_decoders import FAMILIES, VARIANTS, VOCABULARY, logits_of, tiny_decoder, tokens
 
-from attention_priors.models import PriorDecoderForCausalLM
+from attention_priors.models import PriorDecoderForCausalLM, PriorEncoderConfig, PriorEncoderForMaskedLM
 from attention_priors.models.masks import keys_of_call
 
 CASES = {**FAMILIES, "prior and shaw": VARIANTS["prior and shaw"], "learned": VARIANTS["encoding learned"]}
@@ -45,6 +45,23 @@ def test_parts_may_be_on_disk(case: str, tmp_path: Path) -> None:
     again = PriorDecoderForCausalLM.from_pretrained(tmp_path / "again").eval()
     for name, tensor in again.state_dict().items():
         assert torch.equal(tensor, model.state_dict()[name]), name
+
+
+@pytest.mark.parametrize("scheme", [{"prior": "laplace", "share_prior": True}, {"encoding": "rotary"}], ids=str)
+def test_parts_of_an_encoder_may_be_on_disk(scheme: dict[str, Any], tmp_path: Path) -> None:
+    config = PriorEncoderConfig(
+        vocab_size=VOCABULARY, hidden_size=24, num_hidden_layers=2, num_attention_heads=3, **scheme
+    )
+    model, ids = PriorEncoderForMaskedLM(config).eval(), tokens(2, 6)
+    model.save_pretrained(tmp_path)
+    places = {"lm_head": "cpu", "model.embed_tokens": "cpu", "model.stack.norm": "cpu", "model.stack.prior": "disk"}
+    places |= {f"model.stack.layers.{index}": "disk" for index in range(2)}
+    loaded: Any = PriorEncoderForMaskedLM.from_pretrained(
+        tmp_path, device_map=places, offload_folder=tmp_path / "offloaded"
+    )
+    mask = torch.tensor([[1] * 6, [0, 0, 1, 1, 1, 1]])
+    found, expected = (one(ids, attention_mask=mask).logits.detach() for one in (loaded, model))
+    torch.testing.assert_close(found[mask == 1], expected[mask == 1], rtol=1e-4, atol=1e-4)
 
 
 def test_device_map_auto_splits_whole_layers(tmp_path: Path) -> None:

@@ -1,26 +1,38 @@
 """BLOOM and MPT with :class:`Laplace` instead of their own ALiBi.
 
+A module's class is replaced in place: the module stays the same object, with its weights, names, hooks and device.
 Replacement classes have the names of the classes they replace, because models are saved by class name. Models with
 custom slopes are saved under other names.
 """
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import math
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, BloomConfig, BloomForCausalLM, MptConfig, MptForCausalLM
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    BloomConfig,
+    BloomForCausalLM,
+    MptConfig,
+    MptForCausalLM,
+    PreTrainedModel,
+)
 from transformers.cache_utils import Cache
 from transformers.models.bloom import modeling_bloom
 from transformers.models.mpt import modeling_mpt
+from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
 
 from attention_priors.checks import check_above, check_positive_integers
-from attention_priors.hf.replacing import attend_with_cache, prior_for, refuse_attention_weights, replace
 from attention_priors.models.masks import Keys, KeysMask, keys_of_call
-from attention_priors.priors import Laplace
+from attention_priors.models.pretrained import attend_over
+from attention_priors.priors import Laplace, Prior
 
 
 def mpt_slopes(num_heads: int, alibi_bias_max: float = 8.0) -> list[float]:
@@ -57,7 +69,11 @@ class _Model:
         **kwargs: Any,
     ) -> Any:
         """Run transformers' forward with the keys of the call. Attention weights are not available."""
-        refuse_attention_weights(self, output_attentions)
+        if output_attentions if output_attentions is not None else self.config.output_attentions:
+            raise ValueError(
+                f"output_attentions=True is not supported: {type(self).__name__} with priors computes no attention "
+                "weights; call restore_attention(model) first"
+            )
         if (input_ids is None) != (inputs_embeds is None):
             batch, length, *_ = (tokens := inputs_embeds if input_ids is None else input_ids).shape
             mask = None if attention_mask is None else attention_mask.to(tokens.device)
@@ -104,6 +120,25 @@ class MptModel(_Model, modeling_mpt.MptModel):
         return mask == 0  # transformers hides every key whose mask is not 0
 
 
+def prior_for(module: nn.Module, device: torch.device) -> Prior:
+    """Return an attention layer's prior on ``device``: a prior outside the state dict does not follow the model."""
+    prior = module.prior
+    assert isinstance(prior, Prior)
+    if "prior" in vars(module) and next(prior.parameters()).device != device:
+        prior = module.__dict__["prior"] = copy.deepcopy(prior).to(device)
+    return prior
+
+
+def _attend(
+    layer: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, cache: Cache | None, **options: Any
+) -> Tensor:
+    """Update the cache with new keys and values, and compute attention of the new tokens."""
+    if cache is not None:
+        key, value = cache.update(key, value, layer.layer_idx)
+    out, _ = attend_over(query, key, value, prior_for(layer, query.device), mask._keys, False, **options)
+    return out.flatten(-2)
+
+
 class BloomAttention(modeling_bloom.BloomAttention):
     """BLOOM's attention layer, computed by ``attend()`` with :class:`Laplace`."""
 
@@ -122,16 +157,8 @@ class BloomAttention(modeling_bloom.BloomAttention):
     ) -> tuple[Tensor, Any]:
         """Compute attention. ``attention_mask`` comes from :class:`BloomModel`; in an export, it is a plain tensor."""
         query, key, value = self._reshape(self.query_key_value(hidden_states))
-        out = attend_with_cache(
-            query,
-            key,
-            value,
-            prior_for(self, query.device),
-            attention_mask._keys,
-            layer_past,
-            self.layer_idx,
-            dropout_p=self.attention_dropout.p if self.training else 0.0,
-        )
+        dropout = self.attention_dropout.p if self.training else 0.0
+        out = _attend(self, query, key, value, attention_mask, layer_past, dropout_p=dropout)
         # With pretraining_tp and slow_but_exact, transformers sums this product in slices, which changes rounding only.
         out = self.dense(out.to(hidden_states.dtype))
         return modeling_bloom.dropout_add(out, residual, self.hidden_dropout, self.training), None
@@ -157,17 +184,8 @@ class MptAttention(modeling_mpt.MptAttention):
         query, key, value = (
             part.unflatten(-1, (self.n_heads, self.head_dim)).transpose(1, 2) for part in mixed.chunk(3, dim=2)
         )
-        out = attend_with_cache(
-            query,
-            key,
-            value,
-            prior_for(self, query.device),
-            attention_mask._keys,
-            cache,
-            self.layer_idx,
-            softmax_scale=self.softmax_scale,
-            dropout_p=self.attn_dropout_p if self.training else 0.0,
-        )
+        options = {"softmax_scale": self.softmax_scale, "dropout_p": self.attn_dropout_p if self.training else 0.0}
+        out = _attend(self, query, key, value, attention_mask, cache, **options)
         return self.out_proj(out.to(hidden_states.dtype)), None
 
 
@@ -175,6 +193,46 @@ REPLACEMENTS: dict[type[nn.Module], type[nn.Module]] = {
     ours.__bases__[-1]: ours for ours in (BloomModel, BloomAttention, MptModel, MptAttention)
 }
 """Replacement of each class of transformers."""
+
+
+def check_replaceable(modules: Iterable[nn.Module]) -> None:
+    """Raise a ValueError unless all modules that would be replaced run transformers' own code.
+
+    Raises:
+        ValueError: a module is of a derived class, or has a wrapped ``forward``.
+    """
+    known = [module for module in modules if isinstance(module, tuple(REPLACEMENTS))]
+    for module in known:
+        if type(module) not in REPLACEMENTS:
+            raise ValueError(
+                f"this model has a module of class {type(module).__module__}.{type(module).__qualname__}, which does "
+                "not run transformers' own code"
+            )
+    check_not_wrapped(known)
+
+
+def check_not_wrapped(modules: Iterable[nn.Module]) -> None:
+    """Raise a ValueError if a module's ``forward`` is wrapped: the wrapper would bypass a replaced class."""
+    for module in modules:
+        if "forward" in vars(module):
+            raise ValueError(
+                f"the forward of a {type(module).__name__} of this model is wrapped (by accelerate, for a device_map "
+                "or offloading, or by another package); call use_priors() and restore_attention() before wrapping"
+            )
+
+
+def replace(module: nn.Module, replacement: type[nn.Module]) -> None:
+    """Replace the class of ``module`` by ``replacement``, whose last base is the module's class."""
+    assert replacement.__bases__[-1] is type(module)
+    module.__class__ = replacement
+    if isinstance(module, PreTrainedModel):
+        # transformers registers the outputs that a model can record (output_hidden_states) when it is built.
+        _CAN_RECORD_REGISTRY[module] = module._can_record_outputs
+
+
+def restore(module: Any) -> None:
+    """Undo :func:`replace`."""
+    module.__class__ = type(module).__bases__[-1]
 
 
 def put_laplace(model: nn.Module, prior: dict[str, Any]) -> None:

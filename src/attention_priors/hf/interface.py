@@ -13,10 +13,9 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import find_packed_sequence_indices
 from transformers.utils import output_capturing
 
-from attention_priors.attention import SSMax, attend
-from attention_priors.attention.attend import attend_with_weights
+from attention_priors.attention import SSMax
 from attention_priors.models.masks import Keys, KeysMask, forbidden_by, hides, is_absolute, keys_mask
-from attention_priors.models.pretrained import beside
+from attention_priors.models.pretrained import attend_over
 from attention_priors.priors import Prior, RelativeBuckets, Window
 
 IMPLEMENTATION = "attention_priors"
@@ -169,21 +168,14 @@ def attention_forward(
     elif (keys := getattr(attention_mask, "_keys", None)) is None:
         past = getattr(bias, PAST, None)
         keys = _keys_of_matrix(module, prior, attention_mask, is_causal, query, key, past)
-    key, value = keys.trim(key, value)
     if keys.window is not None:
         prior = (attached or AttachedPrior(None, None)).in_window(keys.window, query.shape[1])
     if scale is not None and keys.window is not None:
         # Packed documents have no padding between them.
         scale = _WithinWindow(scale, keys.window, None if keys.documents is not None else keys.tokens_in_window())
-    options = keys.options(prior) | {"logit_scale": scale, "softmax_scale": scaling, "dropout_p": dropout}
-    options["null_logit"] = sinks
-    weights = None
-    with beside(query, prior):
-        if wants_weights:
-            out, weights = attend_with_weights(query, key, value, prior, **options)
-        else:
-            out = attend(query, key, value, prior, **options)
-    return out.transpose(1, 2).contiguous(), weights
+    options = {"logit_scale": scale, "softmax_scale": scaling, "dropout_p": dropout, "null_logit": sinks}
+    out, weights = attend_over(query, key, value, prior, keys, wants_weights, **options)
+    return out.contiguous(), weights
 
 
 def _check_attached(module: nn.Module, attached: nn.Module, query: Tensor) -> None:

@@ -12,8 +12,8 @@ from transformers import PreTrainedModel
 from transformers.models.mpt import modeling_mpt
 
 from attention_priors.hf import alibi
+from attention_priors.hf.alibi import check_not_wrapped, check_replaceable, replace, restore
 from attention_priors.hf.attach import has_buckets
-from attention_priors.hf.replacing import check_not_wrapped, check_replaceable, replace, restore
 from attention_priors.hf.t5 import BEFORE, restore_bias, use_buckets
 from attention_priors.priors import Laplace
 
@@ -78,7 +78,7 @@ def use_priors(model: Model, *, slopes: Sequence[float] | None = None, learn: bo
             f"slopes and learn need a model that can be saved with them, {kinds}; got {type(model).__name__}"
         )
     if has_alibi:
-        check_replaceable(modules, alibi.REPLACEMENTS)
+        check_replaceable(modules)
         _use_laplace(model, slopes, learn)
     if has_t5:
         use_buckets(model)

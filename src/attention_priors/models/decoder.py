@@ -30,15 +30,14 @@ from transformers.utils.generic import can_return_tuple
 from transformers.utils.logging import get_logger
 from transformers.utils.output_capturing import capture_outputs
 
-from attention_priors.attention import ForgetGate, NullKey, ShardedSequence, attend, attend_across
-from attention_priors.attention.attend import attend_with_weights
+from attention_priors.attention import ForgetGate, NullKey, ShardedSequence, attend_across
 from attention_priors.attention.forget_gate import KEY_BIASES, last_of_documents
 from attention_priors.checks import check_booleans, check_positive_integers, check_share
 from attention_priors.config import build
 from attention_priors.encodings import AdditiveEncoding, Encoding, Rotary, ShawVectors, encoding_from_config
 from attention_priors.models.layer_kinds import check_layer_kinds, kind_of_layer
 from attention_priors.models.masks import Keys, keys_of_call, keys_of_layer
-from attention_priors.models.pretrained import PriorConfig, PriorPreTrainedModel, beside, embedded, refuse_unknown
+from attention_priors.models.pretrained import PriorConfig, PriorPreTrainedModel, attend_over, embedded, refuse_unknown
 from attention_priors.priors import Prior, Sum, Window
 from attention_priors.priors.base import check_over_line
 
@@ -308,20 +307,16 @@ class DecoderAttention(nn.Module):
             )
             return self.o_proj(out.transpose(1, 2).flatten(-2)), None
         keys = keys.last(query.shape[2])
-        key, value = keys.trim(key, value)
-        options = keys.options(prior) | {
+        options: dict[str, Any] = {
             "logit_scale": self.logit_scale,
             "relative": relative,
             "null_logit": self.null_logit,
-            "key_bias": None if key_bias is None else key_bias[..., : key.shape[2]],
+            "key_bias": None if key_bias is None else key_bias[..., : keys.in_use],
+            "tolerance": self.tolerance,
         }
-        weights = None
-        with beside(hidden, prior, relative, self.null_logit):
-            if output_attentions:
-                out, weights = attend_with_weights(query, key, value, prior, **options)
-            else:
-                out = attend(query, key, value, prior, tolerance=self.tolerance, **options)
-        return self.o_proj(out.transpose(1, 2).flatten(-2)), weights
+        used = relative, self.null_logit
+        out, weights = attend_over(query, key, value, prior, keys, output_attentions, *used, **options)
+        return self.o_proj(out.flatten(-2)), weights
 
     def _key_bias(self, hidden: Tensor, keys: Keys, cache: Cache | None) -> Tensor | None:
         """Return the gate's bias of every key, ``(B, H, num_keys)``. The cache holds the running sum."""
@@ -402,7 +397,6 @@ class PriorDecoderPreTrainedModel(PriorPreTrainedModel):
 
     config: PriorDecoderConfig
     config_class = PriorDecoderConfig
-    base_model_prefix = "model"
     _no_split_modules = ["DecoderLayer"]  # noqa: RUF012
     _skip_keys_device_placement = ["cache", "shared_prior"]  # noqa: RUF012
     _can_compile_fullgraph = True
@@ -418,12 +412,7 @@ class PriorDecoderPreTrainedModel(PriorPreTrainedModel):
                 copy_(module.k_proj.weight, heads[::group].flatten(0, 1))
 
     @staticmethod
-    def create_masks_for_generate(
-        config: PriorDecoderConfig,
-        inputs_embeds: Tensor | None = None,
-        attention_mask: Tensor | None = None,
-        **kwargs: Any,
-    ) -> Tensor | None:
+    def create_masks_for_generate(config: Any, attention_mask: Tensor | None = None, **kwargs: Any) -> Tensor | None:
         """Return the padding mask unchanged, where ``generate`` would build a dense mask for a static cache."""
         return attention_mask
 

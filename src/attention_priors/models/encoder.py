@@ -6,7 +6,8 @@ with ``AutoConfig``, ``AutoModel`` and ``AutoModelForMaskedLM``.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,14 +17,11 @@ from transformers.modeling_outputs import BaseModelOutput, MaskedLMOutput
 from transformers.utils.generic import can_return_tuple
 from transformers.utils.output_capturing import capture_outputs
 
-from attention_priors.attention import attend
-from attention_priors.attention.attend import attend_with_weights
-from attention_priors.attention.geometry import positions_in_documents
 from attention_priors.checks import check_positive_integers, check_share
 from attention_priors.encodings import AdditiveEncoding, Encoding, Rotary, encoding_from_config
 from attention_priors.models.decoder import SwiGLU
-from attention_priors.models.masks import is_absolute
-from attention_priors.models.pretrained import PriorConfig, PriorPreTrainedModel, beside, embedded, refuse_unknown
+from attention_priors.models.masks import Keys, keys_of_call
+from attention_priors.models.pretrained import PriorConfig, PriorPreTrainedModel, attend_over, embedded, refuse_unknown
 from attention_priors.priors import Prior, at_spacing
 from attention_priors.priors.base import check_over_line, check_positions
 
@@ -81,22 +79,6 @@ class StackConfig(PriorConfig):
         return self.hidden_size // self.num_attention_heads
 
 
-class EncoderPlaces(NamedTuple):
-    """Positions of tokens or patches, padding and documents."""
-
-    positions: Tensor | None = None
-    """Positions for :func:`attend`, ``(L,)`` or ``(B, L)``; None for consecutive positions."""
-    key_padding_mask: Tensor | None = None
-    """Padding mask, ``(B, L)``, True for padding."""
-    document_ids: Tensor | None = None
-    """Integers ``(B, L)``; packed documents do not see each other."""
-    spacing: tuple[float, float] | None = None
-    """Distances between adjacent rows and columns of a grid, in training patches (see :func:`at_spacing`).
-
-    None on a line, and for the spacing of training.
-    """
-
-
 class EncoderAttention(nn.Module):
     """Bidirectional attention layer: projections around :func:`attend`."""
 
@@ -113,8 +95,9 @@ class EncoderAttention(nn.Module):
     def forward(
         self,
         hidden: Tensor,
-        places: EncoderPlaces,
+        keys: Keys,
         shared_prior: Prior | None,
+        spacing: tuple[float, float] | None,
         output_attentions: bool,
     ) -> tuple[Tensor, Tensor | None]:
         """Return the output ``(B, L, hidden_size)``, and the weights ``(B, H, L, L)`` or None."""
@@ -123,28 +106,14 @@ class EncoderAttention(nn.Module):
             for projection in (self.q_proj, self.k_proj, self.v_proj)
         )
         if self.encoding is not None:
-            positions = places.positions
-            positions = torch.arange(hidden.shape[1], device=hidden.device) if positions is None else positions
-            query, key = (self.encoding(x, positions.expand(len(hidden), -1)) for x in (query, key))
+            query, key = (self.encoding(x, keys.positions) for x in (query, key))
         prior = self.prior if shared_prior is None else shared_prior
-        if places.spacing is not None:
-            prior = at_spacing(prior, query.shape[1], *places.spacing)
-        options: dict[str, Any] = {
-            "causal": False,
-            "logit_scale": self.logit_scale,
-            "query_positions": places.positions,
-            "key_positions": places.positions,
-            "key_padding_mask": places.key_padding_mask,
-            "document_ids": places.document_ids,
-            "dropout_p": self.dropout if self.training else 0.0,
-        }
-        weights = None
-        with beside(hidden, prior):
-            if output_attentions:
-                out, weights = attend_with_weights(query, key, value, prior, **options)
-            else:
-                out = attend(query, key, value, prior, **options)
-        return self.o_proj(out.transpose(1, 2).flatten(-2)), weights
+        if spacing is not None:
+            prior = at_spacing(prior, query.shape[1], *spacing)
+        dropout = self.dropout if self.training else 0.0
+        options: dict[str, Any] = {"logit_scale": self.logit_scale, "dropout_p": dropout}
+        out, weights = attend_over(query, key, value, prior, keys, output_attentions, **options)
+        return self.o_proj(out.flatten(-2)), weights
 
 
 class EncoderLayer(GradientCheckpointingLayer):
@@ -158,15 +127,9 @@ class EncoderLayer(GradientCheckpointingLayer):
         self.mlp = SwiGLU(config.hidden_size, config.intermediate_size)
         self.drop_path = drop_path
 
-    def forward(
-        self,
-        hidden: Tensor,
-        places: EncoderPlaces,
-        shared_prior: Prior | None = None,
-        output_attentions: bool = False,
-    ) -> Tensor:
+    def forward(self, hidden: Tensor, keys: Keys, **options: Any) -> Tensor:
         """Map ``(B, L, hidden_size)`` to ``(B, L, hidden_size)``."""
-        attended, _ = self.self_attn(self.input_layernorm(hidden), places, shared_prior, output_attentions)
+        attended, _ = self.self_attn(self.input_layernorm(hidden), keys, **options)
         hidden = hidden + self._kept(attended)
         return hidden + self._kept(self.mlp(self.post_attention_layernorm(hidden)))
 
@@ -199,16 +162,19 @@ class EncoderStack(nn.Module):
         self.norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.prior = config.make_prior() if config.share_prior else None
 
-    def forward(
-        self,
-        hidden: Tensor,
-        places: EncoderPlaces,
-        output_attentions: bool,
-    ) -> Tensor:
+    def forward(self, hidden: Tensor, keys: Keys, **options: Any) -> Tensor:
         """Map ``(B, L, hidden_size)`` to ``(B, L, hidden_size)``; ``output_attentions`` also computes the weights."""
         for layer in self.layers:
-            hidden = layer(hidden, places, self.prior, output_attentions)
+            hidden = layer(hidden, keys, shared_prior=self.prior, **options)
         return self.norm(hidden)
+
+
+class StackPreTrainedModel(PriorPreTrainedModel):
+    """Base class of models with an :class:`EncoderStack`."""
+
+    _no_split_modules = ["EncoderLayer"]  # noqa: RUF012
+    _skip_keys_device_placement = ["shared_prior"]  # noqa: RUF012
+    _can_record_outputs = {"hidden_states": EncoderLayer, "attentions": EncoderAttention}  # noqa: RUF012
 
 
 class PriorEncoderConfig(StackConfig):
@@ -253,15 +219,11 @@ class PriorEncoderConfig(StackConfig):
         return encoding
 
 
-class PriorEncoderPreTrainedModel(PriorPreTrainedModel):
+class PriorEncoderPreTrainedModel(StackPreTrainedModel):
     """Base class of the encoder's models, with settings for transformers."""
 
     config: PriorEncoderConfig
     config_class = PriorEncoderConfig
-    base_model_prefix = "model"
-    _no_split_modules = ["EncoderLayer"]  # noqa: RUF012
-    _skip_keys_device_placement = ["shared_prior"]  # noqa: RUF012
-    _can_record_outputs = {"hidden_states": EncoderLayer, "attentions": EncoderAttention}  # noqa: RUF012
 
 
 class PriorEncoderModel(PriorEncoderPreTrainedModel):
@@ -273,10 +235,6 @@ class PriorEncoderModel(PriorEncoderPreTrainedModel):
         encoding = config.make_encoding()
         self.encoding = encoding if isinstance(encoding, AdditiveEncoding) else None
         self.stack = EncoderStack(config, config.make_encoding if isinstance(encoding, Rotary) else None)
-        with torch.device("meta"):
-            prior = config.make_prior()
-        self._is_absolute = self.encoding is not None or is_absolute(prior)
-        """Whether the result depends on absolute positions, and not only on distances."""
         self.gradient_checkpointing = False
         self.post_init()
 
@@ -308,7 +266,7 @@ class PriorEncoderModel(PriorEncoderPreTrainedModel):
         """
         refuse_unknown(kwargs, "the encoder")
         hidden = embedded(self.embed_tokens, input_ids, inputs_embeds)
-        fits = tuple(hidden.shape[:2])
+        batch, length = fits = tuple(hidden.shape[:2])
         for name, given in (("attention_mask", attention_mask), ("document_ids", document_ids)):
             if given is not None and tuple(given.shape) != fits:
                 raise ValueError(f"{name} must have the shape of the tokens, {fits}, got {tuple(given.shape)}")
@@ -319,20 +277,14 @@ class PriorEncoderModel(PriorEncoderPreTrainedModel):
                     f"position_ids must have the shape of the tokens, {fits} or {fits[1:]}, got "
                     f"{tuple(position_ids.shape)}"
                 )
-        elif document_ids is not None:
-            position_ids = positions_in_documents(document_ids)
-        elif attention_mask is not None and self._is_absolute:
-            first_token = (attention_mask != 0).int().argmax(-1, keepdim=True)
-            # Compiled code cannot read values.
-            if torch.compiler.is_compiling() or bool(first_token.any()):
-                # Positions of left padding do not matter, and a table has no negative positions.
-                position_ids = (torch.arange(fits[1], device=hidden.device) - first_token).clamp(min=0)
+            position_ids = position_ids.reshape(-1, length)
+        keys = keys_of_call(batch, length, hidden.device, attention_mask=attention_mask, document_ids=document_ids)
+        keys = replace(keys, causal=False, query_positions=position_ids, key_positions=position_ids)
         if self.encoding is not None:
-            positions = torch.arange(fits[1], device=hidden.device) if position_ids is None else position_ids
-            hidden = hidden + self.encoding(positions).to(hidden.dtype)
-        places = EncoderPlaces(position_ids, None if attention_mask is None else attention_mask == 0, document_ids)
+            hidden = hidden + self.encoding(keys.positions).to(hidden.dtype)
         wants_weights = bool(kwargs.get("output_attentions", self.config.output_attentions))
-        return BaseModelOutput(last_hidden_state=self.stack(hidden, places, wants_weights))
+        hidden = self.stack(hidden, keys, spacing=None, output_attentions=wants_weights)
+        return BaseModelOutput(last_hidden_state=hidden)
 
 
 class PriorEncoderForMaskedLM(PriorEncoderPreTrainedModel):

@@ -13,11 +13,20 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from attention_priors._io import write_bytes
-from attention_priors.attention import ForgetGate, NullKey, SSMax, logit_scale, logit_scale_from_config
+from attention_priors.attention import (
+    ForgetGate,
+    NullKey,
+    SSMax,
+    attend,
+    attend_with_weights,
+    logit_scale,
+    logit_scale_from_config,
+)
 from attention_priors.checks import check_booleans
 from attention_priors.config import FORMAT, check_can_be_built, check_format
 from attention_priors.encodings import Encoding
 from attention_priors.models.card import TRAINING_KEY, write_card
+from attention_priors.models.masks import Keys
 from attention_priors.priors import CATALOGUE, Prior, Sum, prior_from_config
 from attention_priors.priors.base import unset_after_reset
 
@@ -42,6 +51,7 @@ def check_can_be_loaded(module: nn.Module, wrappers: tuple[type[Prior], ...] = (
 class PriorPreTrainedModel(PreTrainedModel):
     """Base class of transformers models whose attention is computed by :func:`attend`."""
 
+    base_model_prefix = "model"
     supports_gradient_checkpointing = True
     _supports_context_parallel = False  # it shards the inputs of PyTorch's SDPA, which has no priors
     # Half precision cannot represent positions beyond a few hundred exactly.
@@ -220,6 +230,42 @@ def beside(tensor: Tensor, *used: nn.Module | None) -> AbstractContextManager[An
                     stack.enter_context(_on_device(module, tensor.device))
                     break
     return nullcontext() if stack is None else stack
+
+
+def attend_over(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    prior: Prior | None,
+    keys: Keys,
+    wants_weights: bool,
+    *used: nn.Module | None,
+    **options: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """Compute attention of a model's layer over the keys of a call.
+
+    Args:
+        query: queries, ``(B, H, L, D)``.
+        key: keys, ``(B, Hk, slots, D)``; empty slots of a static cache may follow.
+        value: values, ``(B, Hk, slots, Dv)``.
+        prior: prior of the layer.
+        keys: positions and masks of the call.
+        wants_weights: whether to compute the weights too, by the dense formula.
+        used: other modules whose parameters attention reads; see :func:`beside`.
+        options: further arguments of :func:`attend`.
+
+    Returns:
+        Output ``(B, L, H, Dv)``, and the weights ``(B, H, L, num_keys)`` or None.
+    """
+    key, value = keys.trim(key, value)
+    options = keys.options(prior) | options
+    weights = None
+    with beside(query, prior, *used):
+        if wants_weights:
+            out, weights = attend_with_weights(query, key, value, prior, **options)
+        else:
+            out = attend(query, key, value, prior, **options)
+    return out.transpose(1, 2), weights
 
 
 @contextmanager

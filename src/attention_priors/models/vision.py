@@ -8,19 +8,22 @@ also sizes not seen in training. Importing this module registers the model with 
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy, interpolate
+from torch.nn.functional import interpolate
 from transformers import AutoConfig, AutoModel, AutoModelForImageClassification
+from transformers.loss.loss_utils import fixed_cross_entropy
 from transformers.modeling_outputs import BaseModelOutputWithPooling, ImageClassifierOutput
 from transformers.utils.generic import can_return_tuple
 from transformers.utils.output_capturing import capture_outputs
 
 from attention_priors.checks import check_booleans, check_choice, check_positive_integers
-from attention_priors.models.encoder import EncoderAttention, EncoderLayer, EncoderPlaces, EncoderStack, StackConfig
-from attention_priors.models.pretrained import PriorPreTrainedModel, refuse_unknown
+from attention_priors.models.encoder import EncoderStack, StackConfig, StackPreTrainedModel
+from attention_priors.models.masks import keys_of_call
+from attention_priors.models.pretrained import refuse_unknown
 from attention_priors.priors import at_spacing, grid_positions
 from attention_priors.priors.base import check_on_grid
 
@@ -182,17 +185,13 @@ class PatchEmbedding(nn.Module):
         return wanted.to(self.table.dtype)
 
 
-class PriorVisionPreTrainedModel(PriorPreTrainedModel):
+class PriorVisionPreTrainedModel(StackPreTrainedModel):
     """Base class of the vision transformer's models, with settings for transformers."""
 
     config: PriorVisionConfig
     config_class = PriorVisionConfig
-    base_model_prefix = "model"
     main_input_name = "pixel_values"
     input_modalities = ["image"]  # noqa: RUF012
-    _no_split_modules = ["EncoderLayer"]  # noqa: RUF012
-    _skip_keys_device_placement = ["shared_prior"]  # noqa: RUF012
-    _can_record_outputs = {"hidden_states": EncoderLayer, "attentions": EncoderAttention}  # noqa: RUF012
 
     def _init_weights(self, module: nn.Module) -> None:
         super()._init_weights(module)
@@ -227,11 +226,13 @@ class PriorVisionModel(PriorVisionPreTrainedModel):
         refuse_unknown(kwargs, "the vision transformer")
         hidden, grid = self.embeddings(pixel_values, image_sizes)
         outside = hidden.shape[1] - grid[0] * grid[1]
-        positions = grid_positions(*grid, outside=outside, device=hidden.device)
+        positions = grid_positions(*grid, outside=outside, device=hidden.device)[None]
         padding = None if image_sizes is None else self._padding(image_sizes, grid, outside)
         wants_weights = bool(kwargs.get("output_attentions", self.config.output_attentions))
-        places = EncoderPlaces(positions, padding, spacing=self._spacing(grid, padding is not None))
-        hidden = self.stack(hidden, places, wants_weights)
+        keys = replace(keys_of_call(len(hidden), hidden.shape[1], hidden.device), causal=False, padding=padding)
+        keys = replace(keys, query_positions=positions, key_positions=positions)
+        spacing = self._spacing(grid, padding is not None)
+        hidden = self.stack(hidden, keys, spacing=spacing, output_attentions=wants_weights)
         if outside:
             pooled = hidden[:, 0]
         elif padding is None:
@@ -305,7 +306,9 @@ class PriorVisionForImageClassification(PriorVisionPreTrainedModel):
                     f"labels must have shape {tuple(logits.shape[:1])} or {tuple(logits.shape)}, got "
                     f"{tuple(labels.shape)}"
                 )
-            loss = _cross_entropy(logits.float(), _checked(labels, logits), items)
+            if items is not None and labels.dim() == 2:  # it counts one entry per class and image
+                items = items / labels.shape[1]
+            loss = fixed_cross_entropy(logits.float(), _checked(labels, logits), items)
         return ImageClassifierOutput(
             loss=loss, logits=logits, hidden_states=found.hidden_states, attentions=found.attentions
         )
@@ -326,15 +329,6 @@ def _checked(labels: Tensor, logits: Tensor) -> Tensor:
         if wrong:
             raise ValueError(f"labels must be classes from 0 to {classes - 1}, or -100 to ignore; got {wrong[0]}")
     return labels.long()
-
-
-def _cross_entropy(logits: Tensor, labels: Tensor, items: Tensor | int | None) -> Tensor:
-    """Return the mean loss over the images, or over the images of all batches of a step with ``items``."""
-    if items is None:
-        return cross_entropy(logits, labels)
-    # items counts entries of the labels: one per image, or one per class and image.
-    images = items if labels.dim() == 1 else items / labels.shape[1]
-    return cross_entropy(logits, labels, reduction="sum") / images
 
 
 AutoConfig.register(PriorVisionConfig.model_type, PriorVisionConfig)

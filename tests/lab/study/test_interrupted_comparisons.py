@@ -359,7 +359,7 @@ def test_a_tolerance_at_evaluation_does_not_apply_in_training(tiny, finished, tm
         seen[torch.is_grad_enabled()].add(tolerance)
         return attend(query, *arguments, tolerance=tolerance, **options)
 
-    monkeypatch.setattr("attention_priors.models.decoder.attend", watched)
+    monkeypatch.setattr("attention_priors.models.pretrained.attend", watched)
     scheme = {"prior": "laplace", "evaluation": {"tolerance": 0.25}}
     changes = {"schemes": {"new": scheme}, "training.steps": 1, "evaluation.passkey": ...}
     _execute(tiny(changes), "new", tmp_path, finished.folder / "cache")
