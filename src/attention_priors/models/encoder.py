@@ -100,7 +100,11 @@ class EncoderAttention(nn.Module):
         spacing: tuple[float, float] | None,
         output_attentions: bool,
     ) -> tuple[Tensor, Tensor | None]:
-        """Return the output ``(B, L, hidden_size)``, and the weights ``(B, H, L, L)`` or None."""
+        """Return the output ``(B, L, hidden_size)``, and the weights ``(B, H, L, L)`` or None.
+
+        ``spacing`` holds the distances between adjacent rows and columns of a grid, in training patches (see
+        :func:`at_spacing`); None on a line, and for the spacing of training.
+        """
         query, key, value = (
             projection(hidden).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
             for projection in (self.q_proj, self.k_proj, self.v_proj)
