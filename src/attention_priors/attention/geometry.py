@@ -99,9 +99,8 @@ class Geometry:
             return behind
         if is_captured():
             return None
-        documents = self.key_documents
-        rising = documents is not None and bool((documents[:, 1:] >= documents[:, :-1]).all())
-        if rising and not self.has_given_positions:
+        documents = None if self.has_given_positions else self.key_documents
+        if documents is not None and bool((documents[:, 1:] >= documents[:, :-1]).all()):
             return behind  # each document is one run of slots, as is usual
         slots = torch.arange(max(self.num_queries, self.num_keys), device=self.device)
         query_shift = self.query_positions - slots[: self.num_queries]

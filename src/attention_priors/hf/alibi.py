@@ -221,7 +221,7 @@ def check_not_wrapped(modules: Iterable[nn.Module]) -> None:
             )
 
 
-def replace(module: nn.Module, replacement: type[nn.Module]) -> None:
+def replace_class(module: nn.Module, replacement: type[nn.Module]) -> None:
     """Replace the class of ``module`` by ``replacement``, whose last base is the module's class."""
     assert replacement.__bases__[-1] is type(module)
     module.__class__ = replacement
@@ -230,8 +230,8 @@ def replace(module: nn.Module, replacement: type[nn.Module]) -> None:
         _CAN_RECORD_REGISTRY[module] = module._can_record_outputs
 
 
-def restore(module: Any) -> None:
-    """Undo :func:`replace`."""
+def restore_class(module: Any) -> None:
+    """Undo :func:`replace_class`."""
     module.__class__ = type(module).__bases__[-1]
 
 
@@ -248,7 +248,7 @@ def put_laplace(model: nn.Module, prior: dict[str, Any]) -> None:
     shared: dict[tuple[bool, int], Laplace] = {}
     for module in [*model.modules()]:
         if type(module) in REPLACEMENTS:
-            replace(module, REPLACEMENTS[type(module)])
+            replace_class(module, REPLACEMENTS[type(module)])
         if isinstance(module, BloomAttention | MptAttention):
             of_mpt = isinstance(module, MptAttention)
             heads = module.n_heads if of_mpt else module.num_heads

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from transformers.models.mpt import modeling_mpt
 
 from attention_priors.hf import alibi
-from attention_priors.hf.alibi import check_not_wrapped, check_replaceable, replace, restore
+from attention_priors.hf.alibi import check_not_wrapped, check_replaceable, replace_class, restore_class
 from attention_priors.hf.attach import has_buckets
 from attention_priors.hf.t5 import BEFORE, restore_bias, use_buckets
 from attention_priors.priors import Laplace
@@ -99,13 +99,13 @@ def restore_attention(model: Model) -> Model:
     for module in modules:
         if isinstance(module, alibi.BloomAttention | alibi.MptAttention):
             del module.prior
-        restore(module)
+        restore_class(module)
     if type(model) in alibi.WITH_PRIORS.values():
         config: Any = model.config
         del config.prior
         vars(config).pop("model_type", None)  # set on loaded configs in addition to the class's
-        restore(config)
-        restore(model)
+        restore_class(config)
+        restore_class(model)
     return model
 
 
@@ -131,7 +131,7 @@ def _use_laplace(model: nn.Module, slopes: Sequence[float] | None, learn: bool) 
     prior = Laplace(heads, slopes=slopes, learn=learn).to_config()
     alibi.put_laplace(model, prior)
     replacement = alibi.WITH_PRIORS[type(model)]
-    replace(model, replacement)
+    replace_class(model, replacement)
     own = copy.deepcopy(config)  # other models may share it
     own.__class__ = replacement.config_class
     own.prior = prior

@@ -132,7 +132,7 @@ class EncoderLayer(GradientCheckpointingLayer):
         self.drop_path = drop_path
 
     def forward(self, hidden: Tensor, keys: Keys, **options: Any) -> Tensor:
-        """Map ``(B, L, hidden_size)`` to ``(B, L, hidden_size)``."""
+        """Map ``(B, L, hidden_size)`` to ``(B, L, hidden_size)``; ``options`` are those of the attention layer."""
         attended, _ = self.self_attn(self.input_layernorm(hidden), keys, **options)
         hidden = hidden + self._kept(attended)
         return hidden + self._kept(self.mlp(self.post_attention_layernorm(hidden)))

@@ -242,17 +242,11 @@ def attend_over(
     *used: nn.Module | None,
     **options: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """Compute attention of a model's layer over the keys of a call.
+    """Compute attention of a layer's queries, ``(B, H, L, D)``, over the keys of a call.
 
-    Args:
-        query: queries, ``(B, H, L, D)``.
-        key: keys, ``(B, Hk, slots, D)``; empty slots of a static cache may follow.
-        value: values, ``(B, Hk, slots, Dv)``.
-        prior: prior of the layer.
-        keys: positions and masks of the call.
-        wants_weights: whether to compute the weights too, by the dense formula.
-        used: other modules whose parameters attention reads; see :func:`beside`.
-        options: further arguments of :func:`attend`.
+    ``key`` and ``value`` have the slots of the cache, of which the last may be empty. ``keys`` holds positions and masks.
+    ``used`` are other modules whose parameters attention reads (see :func:`beside`). ``options`` are further arguments of
+    :func:`attend`. With ``wants_weights``, the dense formula computes the weights too.
 
     Returns:
         Output ``(B, L, H, Dv)``, and the weights ``(B, H, L, num_keys)`` or None.

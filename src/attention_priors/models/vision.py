@@ -229,8 +229,8 @@ class PriorVisionModel(PriorVisionPreTrainedModel):
         positions = grid_positions(*grid, outside=outside, device=hidden.device)[None]
         padding = None if image_sizes is None else self._padding(image_sizes, grid, outside)
         wants_weights = bool(kwargs.get("output_attentions", self.config.output_attentions))
-        keys = replace(keys_of_call(len(hidden), hidden.shape[1], hidden.device), causal=False, padding=padding)
-        keys = replace(keys, query_positions=positions, key_positions=positions)
+        keys = keys_of_call(len(hidden), hidden.shape[1], hidden.device)
+        keys = replace(keys, causal=False, padding=padding, query_positions=positions, key_positions=positions)
         spacing = self._spacing(grid, padding is not None)
         hidden = self.stack(hidden, keys, spacing=spacing, output_attentions=wants_weights)
         if outside:

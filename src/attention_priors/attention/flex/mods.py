@@ -262,7 +262,7 @@ def score_mod_of(
             have no meaning.
 
     Returns:
-        The ``score_mod``, and the two parts of ``own``, shape ``(1 or B, H, Lq)``. None if no term is of keys alone.
+        The ``score_mod``, and the two parts of ``own``, shape ``(B, H, Lq)``. None if no term is of keys alone.
     """
     num_queries, num_keys = slots or (geometry.num_queries, geometry.num_keys)
     terms = () if prior is None else tuple(prior.terms())

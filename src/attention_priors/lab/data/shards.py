@@ -162,8 +162,10 @@ class PackedRows(Rows):
     def __init__(
         self, tokens: TokenShards, *, context_length: int, num_rows: int | None = None, seed: int | None = None
     ) -> None:
-        self.blocks = len(tokens) // max(context_length, 1)
-        super().__init__(context_length, max(self.blocks, 1) if num_rows is None else num_rows)
+        super().__init__(context_length, 1 if num_rows is None else num_rows)
+        self.blocks = len(tokens) // context_length
+        if num_rows is None:
+            self._num_rows = self.blocks
         if not self.blocks:
             raise ValueError(
                 f"{tokens.folder} has {len(tokens)} tokens in its part {tokens.part!r}: expected at least "
