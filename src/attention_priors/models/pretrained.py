@@ -244,9 +244,9 @@ def attend_over(
 ) -> tuple[Tensor, Tensor | None]:
     """Compute attention of a layer's queries, ``(B, H, L, D)``, over the keys of a call.
 
-    ``key`` and ``value`` have the slots of the cache, of which the last may be empty. ``keys`` holds positions and masks.
-    ``used`` are other modules whose parameters attention reads (see :func:`beside`). ``options`` are further arguments of
-    :func:`attend`. With ``wants_weights``, the dense formula computes the weights too.
+    ``key`` and ``value`` have the slots of the cache, of which the last may be empty. ``keys`` holds positions and
+    masks. ``used`` are other modules whose parameters attention reads (see :func:`beside`). ``options`` are further
+    arguments of :func:`attend`. With ``wants_weights``, the dense formula computes the weights too.
 
     Returns:
         Output ``(B, L, H, Dv)``, and the weights ``(B, H, L, num_keys)`` or None.
