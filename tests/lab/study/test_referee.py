@@ -19,7 +19,7 @@ from attention_priors.lab.study.sweep import POSITION_FIELDS
 ROOT = Path(__file__).parents[3]
 RECIPE = ROOT / "recipes/results/referee.yaml"
 
-STUDIES = ("referee-tuning", "referee-more", "referee-layers")
+STUDIES = ("referee-tuning", "referee-more", "referee-layers", "referee-second")
 """Studies with the trials."""
 
 STEPS = 2500
