@@ -3,7 +3,7 @@
 from collections import defaultdict
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 from recipe_cases import carry_out, decoder_recipe, write_texts
@@ -20,11 +20,14 @@ from attention_priors.lab.study.sweep import POSITION_FIELDS
 ROOT = Path(__file__).parents[3]
 RECIPE = ROOT / "recipes/results/referee.yaml"
 
-STUDIES = {"referee-tuning": True, "referee-more": False, "referee-layers": True, "referee-second": False}
-"""Studies with the trials: whether they are the nine of each start, or later trials that single starts got."""
+NINE = ("referee-tuning", "referee-layers")
+"""Studies with the nine trials of each start."""
+
+LATER = ("referee-more", "referee-second")
+"""Studies with later trials, of which some schemes have more than others."""
 
 SIGNIFICANCE = 0.05
-"""Level of the test that a later trial found more keys than the best of the nine."""
+"""Level of the test that a later trial finds more keys than the best of the nine."""
 
 STEPS = 2500
 """Budget of a training. Trials with more steps are no candidates."""
@@ -42,34 +45,45 @@ LOCAL = ", local layers first"
 """End of the names of starts in which only the last layer looks far."""
 
 
-def _described(recipe: Recipe, scheme: str) -> tuple[Any, ...]:
+class Trial(NamedTuple):
+    """One trial of a start."""
+
+    rank: tuple[float, float]
+    """Lowest first: most pass keys over all lengths, then lowest loss in training."""
+    scheme: str
+    """Name in the referee."""
+    settings: tuple[Any, ...]
+    reads_far: bool
+    """Whether it finds 95 % at 8192 tokens."""
+
+    @property
+    def keys(self) -> int:
+        """Number of keys that it finds."""
+        return round(-self.rank[0] * DEPTHS)
+
+
+def _settings(recipe: Recipe, scheme: str) -> tuple[Any, ...]:
     return recipe.schemes[scheme].model_dump(include=POSITION_FIELDS), recipe.training_of(scheme)
 
 
 def _ranks(results: Results) -> dict[str, tuple[float, float]]:
-    """Return the rank of each trial, lowest first: most pass keys over all lengths, then lowest loss in training."""
     by_length = shares(own_passkeys(results), "scheme", "length")  # a length that was not reached counts as 0
     found, losses = by_length.groupby("scheme", observed=True).share.sum(), own_losses(results)
     return {name: (-found[name], fmean(mean_losses(losses.rows_within_training(name)))) for name in results.names}
 
 
-def _keys(trial: Any) -> int:
-    return round(-trial[0][0] * DEPTHS)
-
-
-def _best(nine: list[Any], later: list[Any]) -> Any:
+def _best(nine: list[Trial], later: list[Trial]) -> Trial:
     """Return the best of the nine trials or, of the later ones that found significantly more keys, the best.
 
-    One trial is one seed: the best of many owes more to luck, and not all starts got later trials.
+    A trial is one seed, so the best of many owes more to luck, and not all starts got later trials.
     """
-    best = min(nine, key=lambda trial: trial[0])
-    most = _keys(best)
+    best = min(nine)
 
-    def more(trial: Any) -> bool:
-        table = [[_keys(trial), KEYS - _keys(trial)], [most, KEYS - most]]
+    def finds_more(trial: Trial) -> bool:
+        table = [[each.keys, KEYS - each.keys] for each in (trial, best)]
         return fisher_exact(table, alternative="greater").pvalue < SIGNIFICANCE
 
-    return min([best, *filter(more, later)], key=lambda trial: trial[0])
+    return min([best, *filter(finds_more, later)])
 
 
 def test_schemes_are_those_of_the_best_trials():
@@ -77,9 +91,9 @@ def test_schemes_are_those_of_the_best_trials():
 
     The kinds are starts of its paper, local layers first, and all others. The best of all trains on four keys too.
     """
-    candidates = defaultdict[Any, dict[bool, list[Any]]](lambda: {True: [], False: []})
+    nine, later = defaultdict[Any, list[Trial]](list), defaultdict[Any, list[Trial]](list)
     starts = defaultdict[str, list[str]](list)
-    for study, nine in STUDIES.items():
+    for study in (*NINE, *LATER):
         results = Results.read(ROOT / "docs/results" / study)
         ranks, recipe = _ranks(results), decoder_recipe(ROOT / "recipes/results" / f"{study}.yaml")
         farthest = results["retrieval"].query("length == 8192").groupby("scheme", observed=True)
@@ -94,20 +108,20 @@ def test_schemes_are_those_of_the_best_trials():
                 if recipe.training_of(name).total_steps != STEPS:
                     continue  # another budget
                 shown = NAMES.get(start, start) + "+SSMax" * scaled
-                trial = (ranks[name], shown, _described(recipe, name), found.get(name, 0) >= 0.95)
-                candidates[scheme, scaled, kind][nine].append(trial)
-    best = {key: _best(each[True], each[False]) for key, each in candidates.items()}
+                trial = Trial(ranks[name], shown, _settings(recipe, name), found.get(name, 0) >= 0.95)
+                (nine if study in NINE else later)[scheme, scaled, kind].append(trial)
+    best = {key: _best(each, later[key]) for key, each in nine.items()}
     recipe = decoder_recipe(RECIPE)
-    assert {name: _described(recipe, name) for name in recipe.schemes} == {
-        name: made for _, name, made, _ in best.values()
+    assert {name: _settings(recipe, name) for name in recipe.schemes} == {
+        trial.scheme: trial.settings for trial in best.values()
     }
     farther = {name for name in recipe.schemes if "256 times" in dict(recipe.plans_of(name))}
-    assert farther == {name for _, name, _, far in best.values() if far}
-    of_scheme = defaultdict[str, list[Any]](list)
+    assert farther == {trial.scheme for trial in best.values() if trial.reads_far}
+    of_scheme = defaultdict[str, list[Trial]](list)
     for (scheme, *_), trial in best.items():
         of_scheme[scheme].append(trial)
     four_keys = {name for name in recipe.schemes if "four keys" in recipe.extensions_of(name)}
-    assert four_keys == {min(each, key=lambda trial: trial[0])[1] for each in of_scheme.values()}
+    assert four_keys == {min(each).scheme for each in of_scheme.values()}
     assert {name for name in recipe.schemes if "needles" in dict(recipe.plans_of(name))} == four_keys
 
 
