@@ -81,7 +81,8 @@ def _best(nine: list[Trial], later: list[Trial]) -> Trial:
 
     def finds_more(trial: Trial) -> bool:
         table = [[each.keys, KEYS - each.keys] for each in (trial, best)]
-        return fisher_exact(table, alternative="greater").pvalue < SIGNIFICANCE
+        found: Any = fisher_exact(table, alternative="greater")  # its type has no attribute pvalue
+        return found.pvalue < SIGNIFICANCE
 
     return min([best, *filter(finds_more, later)])
 
