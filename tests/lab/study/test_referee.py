@@ -1,6 +1,7 @@
 """The referee's recipe: its settings are those of the best trials, and a quick form of it measures everything."""
 
 from collections import defaultdict
+from operator import attrgetter
 from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
@@ -20,10 +21,10 @@ from attention_priors.lab.study.sweep import POSITION_FIELDS
 ROOT = Path(__file__).parents[3]
 RECIPE = ROOT / "recipes/results/referee.yaml"
 
-NINE = ("referee-tuning", "referee-layers")
+NINE_TRIALS = ("referee-tuning", "referee-layers")
 """Studies with the nine trials of each start."""
 
-LATER = ("referee-more", "referee-second")
+LATER_TRIALS = ("referee-more", "referee-second")
 """Studies with later trials, of which some schemes have more than others."""
 
 SIGNIFICANCE = 0.05
@@ -62,6 +63,9 @@ class Trial(NamedTuple):
         return round(-self.rank[0] * DEPTHS)
 
 
+_by_rank = attrgetter("rank")
+
+
 def _settings(recipe: Recipe, scheme: str) -> tuple[Any, ...]:
     return recipe.schemes[scheme].model_dump(include=POSITION_FIELDS), recipe.training_of(scheme)
 
@@ -77,14 +81,14 @@ def _best(nine: list[Trial], later: list[Trial]) -> Trial:
 
     A trial is one seed, so the best of many owes more to luck, and not all starts got later trials.
     """
-    best = min(nine)
+    best = min(nine, key=_by_rank)
 
     def finds_more(trial: Trial) -> bool:
         table = [[each.keys, KEYS - each.keys] for each in (trial, best)]
         found: Any = fisher_exact(table, alternative="greater")  # its type has no attribute pvalue
         return found.pvalue < SIGNIFICANCE
 
-    return min([best, *filter(finds_more, later)])
+    return min([best, *filter(finds_more, later)], key=_by_rank)
 
 
 def test_schemes_are_those_of_the_best_trials():
@@ -94,7 +98,7 @@ def test_schemes_are_those_of_the_best_trials():
     """
     nine, later = defaultdict[Any, list[Trial]](list), defaultdict[Any, list[Trial]](list)
     starts = defaultdict[str, list[str]](list)
-    for study in (*NINE, *LATER):
+    for study in (*NINE_TRIALS, *LATER_TRIALS):
         results = Results.read(ROOT / "docs/results" / study)
         ranks, recipe = _ranks(results), decoder_recipe(ROOT / "recipes/results" / f"{study}.yaml")
         farthest = results["retrieval"].query("length == 8192").groupby("scheme", observed=True)
@@ -110,7 +114,8 @@ def test_schemes_are_those_of_the_best_trials():
                     continue  # another budget
                 shown = NAMES.get(start, start) + "+SSMax" * scaled
                 trial = Trial(ranks[name], shown, _settings(recipe, name), found.get(name, 0) >= 0.95)
-                (nine if study in NINE else later)[scheme, scaled, kind].append(trial)
+                (nine if study in NINE_TRIALS else later)[scheme, scaled, kind].append(trial)
+    assert later.keys() <= nine.keys()
     best = {key: _best(each, later[key]) for key, each in nine.items()}
     recipe = decoder_recipe(RECIPE)
     assert {name: _settings(recipe, name) for name in recipe.schemes} == {
@@ -122,7 +127,7 @@ def test_schemes_are_those_of_the_best_trials():
     for (scheme, *_), trial in best.items():
         of_scheme[scheme].append(trial)
     four_keys = {name for name in recipe.schemes if "four keys" in recipe.extensions_of(name)}
-    assert four_keys == {min(each).scheme for each in of_scheme.values()}
+    assert four_keys == {min(each, key=_by_rank).scheme for each in of_scheme.values()}
     assert {name for name in recipe.schemes if "needles" in dict(recipe.plans_of(name))} == four_keys
 
 
