@@ -8,7 +8,7 @@ import pytest
 from scipy.stats import tukey_hsd
 from study_rows import Rows, asked_row, loss_row, study
 
-from attention_priors.lab.report.differences import differences, significant_difference
+from attention_priors.lab.report.differences import differences, panels_side_by_side, significant_difference
 from attention_priors.lab.report.table import Cell
 
 
@@ -112,3 +112,24 @@ def test_only_models_of_the_same_training_length_are_compared() -> None:
 
 def test_studies_with_single_seeds_have_no_table() -> None:
     assert not differences(shares({"A": [20], "B": [0]}).results()).lines
+
+
+def test_panels_stand_side_by_side_with_one_scheme_of_each_family() -> None:
+    rows = shares({"A": [0, 0], "A, wide": [20, 18], "B": [20, 20], "B, wide": [0, 0], "C+SSMax": [10]})
+    for scheme in ("A", "A, wide"):
+        for seed in range(2):
+            rows.append({"scheme": scheme, "seed": seed} | asked_row(128, None, 20, 20))
+            rows.append({"scheme": scheme, "seed": seed} | loss_row(44.9, 3.0, 10))
+            rows.append({"scheme": scheme, "seed": seed} | loss_row(2896.3, 5.0, 10))
+    rows[0]["recipe"]["panels"] = {"Plain": ["A", "B", "C+SSMax"], "Wide": ["*, wide"], "Only A": ["A*"]}
+    table = panels_side_by_side(rows.results())
+    assert table.header == ["measure", "scheme", "Plain", "Wide"]
+    keys, loss = "pass keys, 512 tokens", "perplexity within training"
+    assert table.lines == [
+        [keys, "A", Cell("0"), Cell("95", best=True)],
+        [keys, "B", Cell("100", best=True), Cell("0")],
+        [keys, "C", Cell("50"), "–"],  # not in the test, for want of seeds
+        [loss, "A", Cell("20.1"), Cell("20.1")],
+    ]
+    rows[0]["recipe"]["panels"] = {"Plain": ["A", "B"], "Only A": ["A*"]}
+    assert not panels_side_by_side(rows.results()).lines

@@ -96,6 +96,19 @@ def test_seed_lines_need_several_seeds(rows):
     assert not by_gid(drawn(rows, "passkey_by_length"), "seed:BAM:0")
 
 
+@pytest.mark.parametrize("schemes", [curves.MOST_BANDS, 2 * curves.MOST_BANDS])
+def test_many_schemes_have_no_seed_lines_and_lie_within_the_axes(schemes):
+    names = [f"scheme {place}" for place in range(schemes)]
+    rows = study({}, names)
+    for name in names:
+        for seed in range(2):
+            rows += [{"scheme": name, "seed": seed} | asked_row(n, None, 9, 20) for n in (128, 512, 2048, 8192)]
+    axes = drawn(rows, "passkey_by_length").axes[0]
+    assert bool(by_gid(axes, "seed:scheme 0:1")) == (schemes <= curves.MOST_BANDS)
+    places = [line.get_xdata() for line, *_ in bars(axes).values()]
+    assert axes.get_xlim()[0] < np.min(places) < np.max(places) < axes.get_xlim()[1]
+
+
 def test_crosses_mark_stopped_lines_only(rows):
     figure = drawn(rows, "passkey_by_length")
     for run in rows.of("run"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
+import re
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -86,6 +87,11 @@ def panels(results: Results) -> list[Comparison]:
         called = {name: name for name in shown} | dict(zip(extended, labels, strict=True))
         found += [Comparison(title, called)] if called else []
     return found
+
+
+def family(name: str) -> str:
+    """Return the beginning of a scheme's name, which its variants share: up to a comma or plus."""
+    return re.split("[,+]", name)[0]
 
 
 def overview(results: Results) -> list[str]:

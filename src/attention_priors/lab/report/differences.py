@@ -11,6 +11,7 @@ import numpy as np
 
 from attention_priors.lab.intervals import CONFIDENCE
 from attention_priors.lab.report import estimates
+from attention_priors.lab.report.comparisons import family, panels
 from attention_priors.lab.report.estimates import by_scheme
 from attention_priors.lab.report.table import Cell, Table
 from attention_priors.lab.report.wording import percent, wording
@@ -44,18 +45,40 @@ def differences(results: Results) -> Table:
 
     Only models of the same training length are compared.
     """
+    found = _compared(results)
+    columns = {one.title: one.title.replace(", ", ",\n") for _, one, _ in found}
+    lines: dict[tuple[str, ...], dict[str, Cell]] = {}
+    for trained, one, best in found:
+        for name in one.groups:
+            lines.setdefault((*trained, name), {})[one.title] = Cell(one.written[name], best=name in best)
+    first = [*["trained at" for trained, *_ in found[:1] for _ in trained], "scheme"]
+    about = wording("differences", measures=len(found), trained=len(first) > 1)
+    return Table.across("differences", about, first, columns, lines.items())
+
+
+def panels_side_by_side(results: Results) -> Table:
+    """Return pass keys at the longest length, and the loss within training, with the recipe's panels as columns.
+
+    Panels with several schemes of one family, such as the extensions of one model, are left out.
+    """
+    shown = {one.title: one.values for one in panels(results) if len({*map(family, one.values)}) == len(one.values)}
+    longest, loss = estimates.own_passkeys(results).length.max(), estimates.loss_measure(results).name
+    titles = f"pass keys, {longest} tokens", f"{loss} within training"
+    lines: dict[tuple[str, str], dict[str, Cell]] = {}
+    for _, one, best in _compared(results) if len(shown) > 1 else ():
+        for panel, names in shown.items() if one.title in titles else ():
+            for name in [name for name in names if name in one.written]:
+                lines.setdefault((one.title, family(name)), {})[panel] = Cell(one.written[name], best=name in best)
+    first = ["measure", "scheme"]
+    return Table.across("panels", wording("panels", loss=loss), first, {panel: panel for panel in shown}, lines.items())
+
+
+def _compared(results: Results) -> list[tuple[tuple[str, ...], Measure, set[str]]]:
+    """Return each measure with the training length, if there are several, and the best schemes."""
     found = [
         (trained, one) for trained, models in _by_training(results) for one in _measures(models) if len(one.groups) > 1
     ]
-    columns = {one.title: one.title.replace(", ", ",\n") for _, one in found}
-    lines: dict[tuple[str, ...], dict[str, Cell]] = {}
-    for trained, one in found:
-        best = _best(one, 1 - (1 - CONFIDENCE) / len(found))
-        for name in one.groups:
-            lines.setdefault((*trained, name), {})[one.title] = Cell(one.written[name], best=name in best)
-    first = [*["trained at" for trained, _ in found[:1] for _ in trained], "scheme"]
-    about = wording("differences", measures=len(found), trained=len(first) > 1)
-    return Table.across("differences", about, first, columns, lines.items())
+    return [(trained, one, _best(one, 1 - (1 - CONFIDENCE) / len(found))) for trained, one in found]
 
 
 def significant_difference(

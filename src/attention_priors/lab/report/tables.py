@@ -16,7 +16,7 @@ from attention_priors._io import number, write_bytes
 from attention_priors.lab.intervals import cut_to_share, over_seeds, wilson_interval
 from attention_priors.lab.report import estimates
 from attention_priors.lab.report.comparisons import comparisons, trials
-from attention_priors.lab.report.differences import differences
+from attention_priors.lab.report.differences import differences, panels_side_by_side
 from attention_priors.lab.report.estimates import KINDS, NEAR, STRONG, by_scheme, over, own_passkeys
 from attention_priors.lab.report.table import ABSENT, Cell, Table
 from attention_priors.lab.report.wording import decimals, duration, listing, multiple, percent, quantity, wording
@@ -40,7 +40,8 @@ def tables(results: Results, names: Collection[str] | None = None) -> dict[str, 
         "accuracy": accuracy, "passkey": passkey, "passkey_by_seed": passkey_by_seed,
         "margins_and_reach": margins_and_reach, "perplexity": perplexity, "copying": copying, "retrieval": retrieval,
         "answer_tokens": answer_tokens, "losses": plan_losses, "completions": completions,
-        "needle_weights": needle_weights, "timing": timing, "differences": differences, "axes": axes,
+        "needle_weights": needle_weights, "timing": timing, "differences": differences, "panels": panels_side_by_side,
+        "axes": axes,
         "best_trials": best_trials, "extension": extension, "heads": head_counts, "prior_mass": prior_mass,
         "prior_reach": prior_reach, "training": training, "runs": runs,
     }  # fmt: skip

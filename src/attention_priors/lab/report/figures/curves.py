@@ -27,7 +27,7 @@ PERPLEXITY_RANGE = 10.0
 """Upper end of the loss axis as a multiple of the lowest perplexity, so that failures do not squash other curves."""
 
 MOST_BANDS = 6
-"""Largest number of schemes with bands; bands of more schemes would hide each other."""
+"""Largest number of schemes with bands, or with bars and thin lines for seeds; more would hide each other."""
 
 _PERCENT = (-4, 104)
 _BREAK = {False: " ", True: "\n"}
@@ -88,7 +88,9 @@ def scores_by_length(
     measure: str = "pass keys retrieved",
     compared: Sequence[Comparison] | None = None,
 ) -> Figure | None:
-    """Draw shares against length, with 95 % Wilson intervals and thin lines for single seeds.
+    """Draw shares against length, with 95 % Wilson intervals.
+
+    Up to :data:`MOST_BANDS` schemes have a thin line for each seed too.
 
     Args:
         results: Results that contain the rows.
@@ -117,7 +119,8 @@ def draw_scores(rows: Frame, stops: Collection[tuple[str, int]], measure: str, r
         cells = estimates.shares_by_length(rows[rows.scheme.isin([*shown])])
         lengths = sorted(cells.length.unique())
         crosses = False
-        for (name, look), nudge in zip(shown.items(), scales.nudges(len(shown), lengths), strict=True):
+        nudges = scales.nudges(len(shown), lengths)
+        for (name, look), nudge in zip(shown.items(), nudges, strict=True):
             points = cells[cells.scheme == name]
             points = points.assign(x=nudge * points.length, mean=points.share)
             points[["mean", "low", "high"]] *= 100
@@ -127,7 +130,7 @@ def draw_scores(rows: Frame, stops: Collection[tuple[str, int]], measure: str, r
             of_seeds = estimates.shares(rows[rows.scheme == name], "seed", "length")
             for seed, own in of_seeds.groupby("seed"):
                 x, y = nudge * own.length, 100 * own.share
-                if of_seeds.seed.nunique() > 1:
+                if of_seeds.seed.nunique() > 1 and len(shown) <= MOST_BANDS:
                     _seed(axes, x, y, look, f"seed:{name}:{seed}")
                 if (name, seed) in stops:
                     crosses = True
@@ -135,7 +138,8 @@ def draw_scores(rows: Frame, stops: Collection[tuple[str, int]], measure: str, r
         axes.set_ylim(*_PERCENT)
         axes.set_ylabel(f"{measure}, %{_BREAK[panel]}(bars: 95 % interval)", fontsize=9 if panel else None)
         axes.set_xlabel("context length, tokens", fontsize=9 if panel else None)
-        scales.token_axis(axes, lengths, (lengths[0], lengths[-1]), _trained(results, shown), panel)
+        ends = nudges[0] * lengths[0], nudges[-1] * lengths[-1]
+        scales.token_axis(axes, lengths, ends, _trained(results, shown), panel)
         keys: list[Artist] = [Line2D([], [], **_CROSS, markersize=9, label="stopped here")] if crosses else []
         if not cells.complete.all():
             keys.append(Line2D([], [], **_HOLLOW, label="without stopped seeds"))

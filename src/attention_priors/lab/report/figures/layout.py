@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 import textwrap
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
@@ -14,7 +13,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.transforms import ScaledTranslation
 
-from attention_priors.lab.report.comparisons import Comparison, overview, panels
+from attention_priors.lab.report.comparisons import Comparison, family, overview, panels
 from attention_priors.lab.report.figures.style import Look, blank, label, look, looks, start, tidy, titled
 from attention_priors.lab.results import Results
 
@@ -67,7 +66,7 @@ def figure_of(
         Figure, or None without data.
     """
     chosen, least = (panels(results), 1) if compared is None else (compared, 2)
-    families = [*dict.fromkeys(_family(name) for one in panels(results) for name in one.values)]
+    families = [*dict.fromkeys(family(name) for one in panels(results) for name in one.values)]
     found = [(one, [name for name in one.values if name in schemes]) for one in chosen]
     shown = [(one, _looks_in_panel(names, families)) for one, names in found if len(names) >= least]
     if shown:
@@ -122,14 +121,9 @@ def panel_grid(count: int, columns: int, height: float, base: float, **options: 
     return figure, grid[:count]
 
 
-def _family(name: str) -> str:
-    """Return the beginning of a scheme's name, which variants of a scheme share."""
-    return re.split("[,+]", name)[0]
-
-
 def _looks_in_panel(names: Sequence[str], families: Sequence[str]) -> Looks:
     """Return the looks of a panel's schemes: those of their families, if these are known and differ."""
-    own = [_family(name) for name in names]
+    own = [family(name) for name in names]
     apart = {*own} <= {*families} and len({*own}) == len(own)
     return dict(zip(names, map(look, map(families.index, own) if apart else range(len(own))), strict=True))
 
