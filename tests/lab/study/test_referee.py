@@ -10,7 +10,7 @@ import pytest
 from recipe_cases import carry_out, decoder_recipe, write_texts
 from scipy.stats import fisher_exact
 
-from attention_priors.lab.report.comparisons import trials
+from attention_priors.lab.report.comparisons import family, trials
 from attention_priors.lab.report.estimates import mean_losses, own_passkeys, shares
 from attention_priors.lab.report.tables import own_losses
 from attention_priors.lab.results import Results, read_rows
@@ -20,6 +20,7 @@ from attention_priors.lab.study.sweep import POSITION_FIELDS
 
 ROOT = Path(__file__).parents[3]
 RECIPE = ROOT / "recipes/results/referee.yaml"
+WIDE = ROOT / "recipes/results/referee-wide.yaml"
 
 NINE_TRIALS = ("referee-tuning", "referee-layers")
 """Studies with the nine trials of each start."""
@@ -41,6 +42,9 @@ OF_PAPERS = {"FoX": 2, "SWAN": 2, "iRoPE": 2}
 
 NAMES = {"BAM": "BAM, near and far", "FoX": "FoX, ALiBi's slopes"}
 """Name in the referee of each start that the trials call otherwise."""
+
+NULL_KEY = "+null key"
+"""End of the names of rows with a null key."""
 
 LOCAL = ", local layers first"
 """End of the names of starts in which only the last layer looks far."""
@@ -118,10 +122,9 @@ def test_schemes_are_those_of_the_best_trials():
     assert later.keys() <= nine.keys()
     best = {key: _best(each, later[key]) for key, each in nine.items()}
     recipe = decoder_recipe(RECIPE)
-    assert {name: _settings(recipe, name) for name in recipe.schemes} == {
-        trial.scheme: trial.settings for trial in best.values()
-    }
-    farther = {name for name in recipe.schemes if "256 times" in dict(recipe.plans_of(name))}
+    rows = _without_null_keys(recipe)
+    assert {name: _settings(recipe, name) for name in rows} == {trial.scheme: trial.settings for trial in best.values()}
+    farther = {name for name in rows if "256 times" in dict(recipe.plans_of(name))}
     assert farther == {trial.scheme for trial in best.values() if trial.reads_far}
     of_scheme = defaultdict[str, list[Trial]](list)
     for (scheme, *_), trial in best.items():
@@ -129,6 +132,46 @@ def test_schemes_are_those_of_the_best_trials():
     four_keys = {name for name in recipe.schemes if "four keys" in recipe.extensions_of(name)}
     assert four_keys == {min(each, key=_by_rank).scheme for each in of_scheme.values()}
     assert {name for name in recipe.schemes if "needles" in dict(recipe.plans_of(name))} == four_keys
+
+
+def _without_null_keys(recipe: Recipe) -> list[str]:
+    return [name for name in recipe.schemes if not name.endswith(NULL_KEY)]
+
+
+@pytest.fixture(scope="module")
+def best_rows() -> list[str]:
+    """Return the best row of each scheme in the published study, best first."""
+    ranks, best = _ranks(Results.read(ROOT / "docs/results/referee")), dict[str, str]()
+    for name in sorted(ranks.keys() & _without_null_keys(decoder_recipe(RECIPE)), key=lambda row: ranks[row]):
+        best.setdefault(family(name), name)
+    return [*best.values()]
+
+
+def test_null_keys_stand_beside_the_best_three_schemes(best_rows: list[str]):
+    recipe = decoder_recipe(RECIPE)
+    shown = recipe.schemes.keys() - _without_null_keys(recipe)
+    assert shown == {f"{name}{NULL_KEY}" for name in best_rows[:3]}
+    for name in shown:
+        beside = name.removesuffix(NULL_KEY)
+        (positions, training), own = _settings(recipe, name), _settings(recipe, beside)
+        assert positions.pop("null_logit") is not None
+        assert (positions | {"null_logit": None}, training) == own
+
+
+def test_the_wide_study_has_the_best_five_schemes(best_rows: list[str]):
+    """Models have twice the width, and half the learning rate except for priors and logit scales."""
+    recipe, wide = decoder_recipe(RECIPE), decoder_recipe(WIDE)
+    assert wide.schemes.keys() == {*best_rows[:5]}
+    model, wide_model = (each.model_dump(include={"model"})["model"] for each in (recipe, wide))
+    assert wide_model == model | {"hidden_size": 256, "intermediate_size": 512, "initializer_range": 0.0566}
+    for name in wide.schemes:
+        (positions, training), (of_wide, training_of_wide) = _settings(recipe, name), _settings(wide, name)
+        rates = {
+            "learning_rate": training.learning_rate / 2,
+            "prior_learning_rate_multiplier": training.prior_learning_rate_multiplier * 2,
+            "logit_scale_learning_rate_multiplier": training.logit_scale_learning_rate_multiplier * 2,
+        }
+        assert (positions, training.model_copy(update=rates)) == (of_wide, training_of_wide)
 
 
 @pytest.fixture
