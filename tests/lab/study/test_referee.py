@@ -1,4 +1,4 @@
-"""The referee's recipe: its settings are those of the best trials, and a quick form of it measures everything."""
+"""The referee's recipes: settings of the best trials, null keys beside the best rows, and models of twice the width."""
 
 from collections import defaultdict
 from operator import attrgetter

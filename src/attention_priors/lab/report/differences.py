@@ -64,17 +64,18 @@ def panels_side_by_side(results: Results) -> Table:
     shown = {one.title: one.values for one in panels(results) if len({*map(family, one.values)}) == len(one.values)}
     longest, loss = estimates.own_passkeys(results).length.max(), estimates.loss_measure(results).name
     titles = f"pass keys, {longest} tokens", f"{loss} within training"
+    found = [(one, best) for _, one, best in _compared(results) if one.title in titles] if len(shown) > 1 else []
     lines: dict[tuple[str, str], dict[str, Cell]] = {}
-    for _, one, best in _compared(results) if len(shown) > 1 else ():
-        for panel, names in shown.items() if one.title in titles else ():
-            for name in [name for name in names if name in one.written]:
+    for one, best in found:
+        for panel, name in ((panel, name) for panel, names in shown.items() for name in names):
+            if name in one.written:
                 lines.setdefault((one.title, family(name)), {})[panel] = Cell(one.written[name], best=name in best)
-    first = ["measure", "scheme"]
-    return Table.across("panels", wording("panels", loss=loss), first, {panel: panel for panel in shown}, lines.items())
+    about, columns = wording("panels", loss=loss), dict(zip(shown, shown, strict=True))
+    return Table.across("panels", about, ["measure", "scheme"], columns, lines.items())
 
 
 def _compared(results: Results) -> list[tuple[tuple[str, ...], Measure, set[str]]]:
-    """Return each measure with the training length, if there are several, and the best schemes."""
+    """Return each measure of at least two schemes: its training length, if there are several, and its best schemes."""
     found = [
         (trained, one) for trained, models in _by_training(results) for one in _measures(models) if len(one.groups) > 1
     ]

@@ -41,9 +41,8 @@ def tables(results: Results, names: Collection[str] | None = None) -> dict[str, 
         "margins_and_reach": margins_and_reach, "perplexity": perplexity, "copying": copying, "retrieval": retrieval,
         "answer_tokens": answer_tokens, "losses": plan_losses, "completions": completions,
         "needle_weights": needle_weights, "timing": timing, "differences": differences, "panels": panels_side_by_side,
-        "axes": axes,
-        "best_trials": best_trials, "extension": extension, "heads": head_counts, "prior_mass": prior_mass,
-        "prior_reach": prior_reach, "training": training, "runs": runs,
+        "axes": axes, "best_trials": best_trials, "extension": extension, "heads": head_counts,
+        "prior_mass": prior_mass, "prior_reach": prior_reach, "training": training, "runs": runs,
     }  # fmt: skip
     return {name: make(results) for name, make in makers.items() if names is None or name in names}
 
