@@ -8,7 +8,12 @@ import pytest
 from scipy.stats import tukey_hsd
 from study_rows import Rows, asked_row, loss_row, study
 
-from attention_priors.lab.report.differences import differences, panels_side_by_side, significant_difference
+from attention_priors.lab.report.differences import (
+    best_schemes,
+    differences,
+    panels_side_by_side,
+    significant_difference,
+)
 from attention_priors.lab.report.table import Cell
 
 
@@ -112,6 +117,24 @@ def test_only_models_of_the_same_training_length_are_compared() -> None:
 
 def test_studies_with_single_seeds_have_no_table() -> None:
     assert not differences(shares({"A": [20], "B": [0]}).results()).lines
+
+
+def test_the_best_of_each_measure_are_named_with_an_interval() -> None:
+    rows = shares({"A": [20, 20], "B": [20, 20], "C": [19, 20], "D": [2, 0], "single": [20]})
+    for name, loss in (("A", 3.0), ("B", 3.1)):
+        for seed in range(2):
+            for position, nll in ((44.9, loss), (2896.3, 5.0)):
+                rows.append({"scheme": name, "seed": seed} | loss_row(position, nll + 0.1 * seed, 10))
+    table = best_schemes(rows.results())
+    assert table.words == 2
+    assert table.lines == [
+        ["pass keys, 512 tokens", "A; B", Cell("100", "[91, 100]"), "1 of 2"],
+        # e to 3.05 ± 12.706 · 0.05, Student's interval of two seeds; the seeds do not tell A from B.
+        ["perplexity within training", "A", Cell("21.1", "[11.2, 39.9]"), "1 of 1"],
+        ["perplexity at 2896 tokens", "A; B", Cell("156", "[82.7, 295]"), "0 of 0"],
+    ]
+    (many,) = best_schemes(shares({f"{number}": [20, 20] for number in range(17)}).results()).lines
+    assert many == ["pass keys, 512 tokens", "17 schemes", Cell("100", "[91, 100]"), "0 of 0"]
 
 
 def test_panels_stand_side_by_side_with_one_scheme_of_each_family() -> None:

@@ -228,7 +228,7 @@ def test_the_head_with_the_most_weight_at_first_is_followed():
     rows = attention_on_the_key()
     # Student's interval of two seeds is far wider than the range of a share.
     cells = [Cell("70.0", "[0.0, 100.0]"), Cell("45.0", "[0.0, 100.0]")]
-    assert table(rows, "needle_weights").lines == [["drowning", "ALiBi", *cells]]
+    assert table(rows, "needle_weights").lines == [["drowning", "ALiBi", "1, 1", *cells]]
 
 
 def test_the_deviation_of_passes_covers_all_seeds():
@@ -493,7 +493,7 @@ def test_training_is_described(rows):
 
 def test_results_without_data_have_no_tables(rows):
     named = [name for name, shown in tables(rows.results()).items() if shown.lines]
-    assert named == ["passkey", "passkey_by_seed", "perplexity", "differences", "heads", "training", "runs"]
+    assert named == ["passkey", "passkey_by_seed", "perplexity", "best", "differences", "heads", "training", "runs"]
     empty = study({}, ["NoPE"])
     assert not any(shown.lines for shown in tables(empty.results()).values())
     assert len(LENGTHS) == len(passkey_overview(rows.results()).header) - 1

@@ -102,7 +102,7 @@ def test_latex_is_balanced_and_plain(swept, tmp_path):
 
 
 def test_tables_without_data_are_removed(swept, tmp_path):
-    names = ["passkey", "passkey_by_seed", "perplexity", "differences"]
+    names = ["passkey", "passkey_by_seed", "perplexity", "best", "differences"]
     names += ["axes", "extension", "heads", "training", "runs"]
     first = write_tables(tables(swept.results()), tmp_path)
     assert [path.name for path in first] == [f"{name}.{ending}" for name in names for ending in ("md", "tex")]

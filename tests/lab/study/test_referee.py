@@ -46,6 +46,9 @@ NAMES = {"BAM": "BAM, near and far", "FoX": "FoX, ALiBi's slopes"}
 NULL_KEY = "+null key"
 """End of the names of rows with a null key."""
 
+LAST_LAYER = " in the last layer"
+"""End of the names of rows with SSMax in the last layer alone."""
+
 LOCAL = ", local layers first"
 """End of the names of starts in which only the last layer looks far."""
 
@@ -122,7 +125,7 @@ def test_schemes_are_those_of_the_best_trials():
     assert later.keys() <= nine.keys()
     best = {key: _best(each, later[key]) for key, each in nine.items()}
     recipe = decoder_recipe(RECIPE)
-    rows = _without_null_keys(recipe)
+    rows = _tuned_rows(recipe)
     assert {name: _settings(recipe, name) for name in rows} == {trial.scheme: trial.settings for trial in best.values()}
     farther = {name for name in rows if "256 times" in dict(recipe.plans_of(name))}
     assert farther == {trial.scheme for trial in best.values() if trial.reads_far}
@@ -134,28 +137,50 @@ def test_schemes_are_those_of_the_best_trials():
     assert {name for name in recipe.schemes if "needles" in dict(recipe.plans_of(name))} == four_keys
 
 
-def _without_null_keys(recipe: Recipe) -> list[str]:
-    return [name for name in recipe.schemes if not name.endswith(NULL_KEY)]
+def _tuned_rows(recipe: Recipe) -> list[str]:
+    """Return the rows that have trials of their own."""
+    return [name for name in recipe.schemes if not name.endswith((NULL_KEY, LAST_LAYER))]
 
 
 @pytest.fixture(scope="module")
-def best_rows() -> list[str]:
+def ranks() -> dict[str, tuple[float, float]]:
+    """Return the ranks of the published rows."""
+    return _ranks(Results.read(ROOT / "docs/results/referee"))
+
+
+@pytest.fixture
+def best_rows(ranks: dict[str, tuple[float, float]]) -> list[str]:
     """Return the best row of each scheme in the published study, best first."""
-    ranks, best = _ranks(Results.read(ROOT / "docs/results/referee")), dict[str, str]()
-    for name in sorted(ranks.keys() & _without_null_keys(decoder_recipe(RECIPE)), key=lambda row: ranks[row]):
+    best = dict[str, str]()
+    for name in sorted(ranks.keys() & _tuned_rows(decoder_recipe(RECIPE)), key=lambda row: ranks[row]):
         best.setdefault(family(name), name)
     return [*best.values()]
 
 
 def test_null_keys_stand_beside_the_best_three_schemes(best_rows: list[str]):
     recipe = decoder_recipe(RECIPE)
-    shown = recipe.schemes.keys() - _without_null_keys(recipe)
+    shown = {name for name in recipe.schemes if name.endswith(NULL_KEY)}
     assert shown == {f"{name}{NULL_KEY}" for name in best_rows[:3]}
     for name in shown:
         beside = name.removesuffix(NULL_KEY)
         (positions, training), own = _settings(recipe, name), _settings(recipe, beside)
         assert positions.pop("null_logit") is not None
         assert (positions | {"null_logit": None}, training) == own
+
+
+def test_ssmax_stands_in_the_last_layer_alone_where_it_harms_local_layers_first(ranks: dict[str, tuple[float, float]]):
+    recipe = decoder_recipe(RECIPE)
+    beside = {name: name.removesuffix(LAST_LAYER) for name in recipe.schemes if name.endswith(LAST_LAYER)}
+    harmed = set[str]()
+    for name in recipe.schemes:
+        if name.endswith(f"{LOCAL}+SSMax") and "logit_scale" not in _settings(recipe, name)[0]["layer_kinds"]["local"]:
+            found, without = ranks[name][0], ranks[name.removesuffix("+SSMax")][0]  # the fewest keys have the largest
+            harmed |= {name} if found > without else set()
+    assert {*beside.values()} == harmed
+    for name, whole in beside.items():
+        (positions, training), own = _settings(recipe, name), _settings(recipe, whole)
+        assert positions["layer_kinds"]["local"].pop("logit_scale") is None
+        assert (positions, training) == own
 
 
 def test_the_wide_study_has_the_best_five_schemes(best_rows: list[str]):

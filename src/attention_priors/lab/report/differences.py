@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, lru_cache
 
 import numpy as np
 
-from attention_priors.lab.intervals import CONFIDENCE
+from attention_priors.lab.intervals import CONFIDENCE, over_seeds, wilson_interval
 from attention_priors.lab.report import estimates
 from attention_priors.lab.report.comparisons import family, panels
 from attention_priors.lab.report.estimates import by_scheme
 from attention_priors.lab.report.table import Cell, Table
-from attention_priors.lab.report.wording import percent, wording
+from attention_priors.lab.report.wording import wording
 from attention_priors.lab.results import Frame, Results
+
+MOST_NAMED = 16
+"""Largest number of equally good schemes that a table names."""
 
 
 @dataclass(frozen=True)
@@ -25,19 +28,39 @@ class Measure:
     Attributes:
         title: Name of the measure, which heads its column.
         values: Values by scheme, on a scale where seeds vary about equally. Larger is better.
-        written: Mean of each scheme, formatted.
+        written: Mean of each scheme with an interval: Wilson's over the texts of all seeds, or Student's over seeds.
         least_variance: Variance that chance in the texts alone would give; a lower one is due to chance.
     """
 
     title: str
     values: Mapping[str, Sequence[float]]
-    written: Mapping[str, str]
+    written: Mapping[str, Cell]
     least_variance: float = 0.0
 
     @property
     def groups(self) -> dict[str, Sequence[float]]:
         """Values of the schemes with at least two seeds and no missing value."""
         return {name: own for name, own in self.values.items() if len(own) > 1 and np.isfinite(own).all()}
+
+    def cell(self, name: str, best: Container[str]) -> Cell:
+        """Return the mean of a scheme without its interval, marked if it is among the best."""
+        return self.written[name]._replace(interval="", best=name in best)
+
+
+def best_schemes(results: Results) -> Table:
+    """Return the best schemes of each measure with an interval, and the number of others not shown to be worse."""
+    found = _compared(results)
+    lines: list[tuple[tuple[str, ...], dict[str, Cell | str]]] = []
+    for trained, one, level in found:
+        groups = one.groups
+        best = one.written[max(groups, key=lambda name: np.mean(groups[name]))]
+        alike = [name for name in groups if one.written[name].text == best.text]
+        others = f"{len(level or groups) - len(alike)} of {len(groups) - len(alike)}"
+        named = "; ".join(alike) if len(alike) <= MOST_NAMED else f"{len(alike)} schemes"
+        lines.append(((*trained, one.title, named), {"mean": best, "others": others}))
+    first = [*["trained at" for trained, *_ in found[:1] for _ in trained], "measure", "best schemes"]
+    columns = {"mean": "mean and\n95 % interval", "others": "others not\nshown to be worse"}
+    return Table.across("best", wording("best"), first, columns, lines)
 
 
 def differences(results: Results) -> Table:
@@ -50,7 +73,7 @@ def differences(results: Results) -> Table:
     lines: dict[tuple[str, ...], dict[str, Cell]] = {}
     for trained, one, best in found:
         for name in one.groups:
-            lines.setdefault((*trained, name), {})[one.title] = Cell(one.written[name], best=name in best)
+            lines.setdefault((*trained, name), {})[one.title] = one.cell(name, best)
     first = [*["trained at" for trained, *_ in found[:1] for _ in trained], "scheme"]
     about = wording("differences", measures=len(found), trained=len(first) > 1)
     return Table.across("differences", about, first, columns, lines.items())
@@ -69,11 +92,12 @@ def panels_side_by_side(results: Results) -> Table:
     for one, best in found:
         for panel, name in ((panel, name) for panel, names in shown.items() for name in names):
             if name in one.written:
-                lines.setdefault((one.title, family(name)), {})[panel] = Cell(one.written[name], best=name in best)
+                lines.setdefault((one.title, family(name)), {})[panel] = one.cell(name, best)
     about, columns = wording("panels", loss=loss), dict(zip(shown, shown, strict=True))
     return Table.across("panels", about, ["measure", "scheme"], columns, lines.items())
 
 
+@lru_cache(maxsize=1)
 def _compared(results: Results) -> list[tuple[tuple[str, ...], Measure, set[str]]]:
     """Return each measure of at least two schemes: its training length, if there are several, and its best schemes."""
     found = [
@@ -141,8 +165,9 @@ def _measures(results: Results) -> Iterator[Measure]:
         yield from _losses(f"{title}: ", rows, results)
     for length, rows in results["copying"].groupby("length"):
         own = rows[rows.kind == "all"]
-        values = {name: [-loss for loss in each.nll - each.optimal_nll] for name, each in by_scheme(own)}
-        yield Measure(f"copying, {length} tokens", values, {name: f"{-np.mean(x):.3f}" for name, x in values.items()})
+        excess = {name: [*(each.nll - each.optimal_nll)] for name, each in by_scheme(own)}
+        written = {name: Cell.of(over_seeds(each), "{:.3f}".format) for name, each in excess.items()}
+        yield Measure(f"copying, {length} tokens", {name: [-one for one in x] for name, x in excess.items()}, written)
     sizes = results["accuracy"].rename(columns={"size": "length"})
     yield from _shares("accuracy", sizes, "pixels")
 
@@ -155,8 +180,14 @@ def _shares(title: str, rows: Frame, unit: str = "tokens") -> Iterator[Measure]:
         share = seeds.merge(here, how="left", on=["scheme", "seed"]).fillna({"share": 0.0})
         # The arcsine of the root gives shares of n texts the variance 1/4n at any mean.
         values = {name: [*np.arcsin(np.sqrt(own.share))] for name, own in by_scheme(share)}
-        written = {name: percent(own.share.mean()) for name, own in by_scheme(share)}
+        written = {name: _pooled(own.share, here.trials.max()) for name, own in by_scheme(share)}
         yield Measure(f"{title}, {length} {unit}", values, written, 1 / (4 * here.trials.min()))
+
+
+def _pooled(seeds: Frame, trials: int) -> Cell:
+    """Return the mean share, with Wilson's interval over the texts of all seeds."""
+    mean, texts = seeds.mean(), len(seeds) * trials
+    return Cell.of_share((mean, *wilson_interval(mean * texts, texts)))
 
 
 def _losses(title: str, rows: Frame, results: Results) -> Iterator[Measure]:
@@ -169,6 +200,6 @@ def _losses(title: str, rows: Frame, results: Results) -> Iterator[Measure]:
     for place, own in (("within training", rows[within]), (f"at {far:.0f} tokens", rows[rows.position == far])):
         if len(own):
             losses = {name: estimates.mean_losses(each) for name, each in by_scheme(own)}
-            written = {name: measure.written(measure.of(float(np.mean(each)))) for name, each in losses.items()}
+            written = {name: Cell.of(measure.estimate(each), measure.written) for name, each in losses.items()}
             values = {name: [-loss for loss in each] for name, each in losses.items()}
             yield Measure(f"{title}{measure.name} {place}", values, written)

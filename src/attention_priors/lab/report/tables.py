@@ -16,7 +16,7 @@ from attention_priors._io import number, write_bytes
 from attention_priors.lab.intervals import cut_to_share, over_seeds, wilson_interval
 from attention_priors.lab.report import estimates
 from attention_priors.lab.report.comparisons import comparisons, trials
-from attention_priors.lab.report.differences import differences, panels_side_by_side
+from attention_priors.lab.report.differences import best_schemes, differences, panels_side_by_side
 from attention_priors.lab.report.estimates import KINDS, NEAR, STRONG, by_scheme, over, own_passkeys
 from attention_priors.lab.report.table import ABSENT, Cell, Table
 from attention_priors.lab.report.wording import decimals, duration, listing, multiple, percent, quantity, wording
@@ -40,9 +40,9 @@ def tables(results: Results, names: Collection[str] | None = None) -> dict[str, 
         "accuracy": accuracy, "passkey": passkey, "passkey_by_seed": passkey_by_seed,
         "margins_and_reach": margins_and_reach, "perplexity": perplexity, "copying": copying, "retrieval": retrieval,
         "answer_tokens": answer_tokens, "losses": plan_losses, "completions": completions,
-        "needle_weights": needle_weights, "timing": timing, "differences": differences, "panels": panels_side_by_side,
-        "axes": axes, "best_trials": best_trials, "extension": extension, "heads": head_counts,
-        "prior_mass": prior_mass, "prior_reach": prior_reach, "training": training, "runs": runs,
+        "needle_weights": needle_weights, "timing": timing, "best": best_schemes, "panels": panels_side_by_side,
+        "differences": differences, "axes": axes, "best_trials": best_trials, "extension": extension,
+        "heads": head_counts, "prior_mass": prior_mass, "prior_reach": prior_reach, "training": training, "runs": runs,
     }  # fmt: skip
     return {name: make(results) for name, make in makers.items() if names is None or name in names}
 
@@ -201,15 +201,18 @@ def _tokens(rows: Frame) -> dict[Any, Cell]:
 
 
 def needle_weights(results: Results) -> Table:
-    """Return the attention on the pass key, by length."""
+    """Return the layer of the head that attends to the pass key most, and its attention by length."""
     rows = results["needle_weight"]
     lines = [
-        ([str(plan), name], percents(over(own, "length", "weight")))
+        (
+            [str(plan), name, ", ".join(map(str, own.groupby("seed").layer.first()))],
+            percents(over(own, "length", "weight")),
+        )
         for plan, of_plan in rows.groupby("plan", sort=False)
         for name, own in by_scheme(estimates.leading_heads(of_plan))
     ]
     about = wording("needle_weights")
-    return Table.across("needle_weights", about, ["plan", "scheme"], columns_of(rows.length), lines)
+    return Table.across("needle_weights", about, ["plan", "scheme", "layer"], columns_of(rows.length), lines)
 
 
 # ---- losses
