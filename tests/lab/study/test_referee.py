@@ -143,15 +143,9 @@ def _tuned_rows(recipe: Recipe) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def ranks() -> dict[str, tuple[float, float]]:
-    """Return the ranks of the published rows."""
-    return _ranks(Results.read(ROOT / "docs/results/referee"))
-
-
-@pytest.fixture
-def best_rows(ranks: dict[str, tuple[float, float]]) -> list[str]:
+def best_rows() -> list[str]:
     """Return the best row of each scheme in the published study, best first."""
-    best = dict[str, str]()
+    ranks, best = _ranks(Results.read(ROOT / "docs/results/referee")), dict[str, str]()
     for name in sorted(ranks.keys() & _tuned_rows(decoder_recipe(RECIPE)), key=lambda row: ranks[row]):
         best.setdefault(family(name), name)
     return [*best.values()]
@@ -168,15 +162,13 @@ def test_null_keys_stand_beside_the_best_three_schemes(best_rows: list[str]):
         assert (positions | {"null_logit": None}, training) == own
 
 
-def test_ssmax_stands_in_the_last_layer_alone_where_it_harms_local_layers_first(ranks: dict[str, tuple[float, float]]):
+def test_ssmax_stands_in_the_last_layer_alone_beside_all_rows_with_ssmax_in_local_layers():
     recipe = decoder_recipe(RECIPE)
     beside = {name: name.removesuffix(LAST_LAYER) for name in recipe.schemes if name.endswith(LAST_LAYER)}
-    harmed = set[str]()
-    for name in recipe.schemes:
-        if name.endswith(f"{LOCAL}+SSMax") and "logit_scale" not in _settings(recipe, name)[0]["layer_kinds"]["local"]:
-            found, without = ranks[name][0], ranks[name.removesuffix("+SSMax")][0]  # the fewest keys have the largest
-            harmed |= {name} if found > without else set()
-    assert {*beside.values()} == harmed
+    scaled = {name for name in recipe.schemes if name.endswith(f"{LOCAL}+SSMax")}
+    assert {*beside.values()} == {
+        name for name in scaled if "logit_scale" not in _settings(recipe, name)[0]["layer_kinds"]["local"]
+    }
     for name, whole in beside.items():
         (positions, training), own = _settings(recipe, name), _settings(recipe, whole)
         assert positions["layer_kinds"]["local"].pop("logit_scale") is None
