@@ -395,6 +395,21 @@ def test_variants_of_a_scheme_have_its_look_in_all_panels_where_they_are_apart()
         assert {name: lines[f"weight:{name}"] for name in indices} == {n: look(i).color for n, i in indices.items()}
 
 
+@pytest.mark.parametrize(
+    ("names", "labels"),
+    [
+        (["BAM+SSMax", "ALiBi, flat+SSMax"], ["BAM", "ALiBi, flat"]),
+        (["BAM, near and far+SSMax", "T5, near and far+SSMax"], ["BAM", "T5"]),
+        (["BAM, far", "T5, so far"], ["BAM, far", "T5, so far"]),  # no comma or plus in what they share
+        (["BAM+SSMax"], ["BAM+SSMax"]),
+    ],
+)
+def test_labels_of_a_panel_leave_out_an_ending_that_all_share(names: list[str], labels: list[str]):
+    rows = study({}, names)
+    rows[0]["recipe"]["panels"] = {"All": ["*"]}
+    assert list(panels(rows.results())[0].values.values()) == labels
+
+
 def test_the_overview_omits_schemes_of_axes(swept):
     legend = drawn(swept, "passkey_by_length").legends[0]
     assert [text.get_text() for text in legend.get_texts()] == ["BAM", "ALiBi"]

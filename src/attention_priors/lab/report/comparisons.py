@@ -68,8 +68,9 @@ def _along(entries: list[Mapping[str, Any]], axis: str) -> list[Comparison]:
 def panels(results: Results) -> list[Comparison]:
     """Return the panels of a recipe, which selects schemes by patterns.
 
-    Labels of extended models name their scheme and their extension, but leave out what all of them share, unless the
-    panel shows their scheme too.
+    Labels leave out what all schemes of the panel share, from a comma or plus on, such as ``"+SSMax"``. Labels of
+    extended models name their scheme and their extension, but leave out what all of them share, unless the panel shows
+    their scheme too.
     """
     entries = {entry["scheme"]: entry for entry in results.schemes}
     found = []
@@ -84,9 +85,16 @@ def panels(results: Results) -> list[Comparison]:
             labels = origins
         else:
             labels = [f"{origin}: {way}" for origin, way in zip(origins, ways, strict=True)]
-        called = {name: name for name in shown} | dict(zip(extended, labels, strict=True))
+        ending = _shared_ending([name for name in shown if name not in extended])
+        called = {name: name.removesuffix(ending) for name in shown} | dict(zip(extended, labels, strict=True))
         found += [Comparison(title, called)] if called else []
     return found
+
+
+def _shared_ending(names: list[str]) -> str:
+    """Return the longest ending from a comma or plus on that several names share; empty without one."""
+    endings = [names[0][at.start() :] for at in re.finditer("[,+]", names[0])] if len(names) > 1 else []
+    return next((ending for ending in endings if all(name.endswith(ending) for name in names)), "")
 
 
 def family(name: str) -> str:

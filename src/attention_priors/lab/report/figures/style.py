@@ -28,7 +28,7 @@ _DOTS_PER_INCH = (120, 100, 80)
 """Candidate resolutions; a file uses the highest that keeps it small enough."""
 _LARGEST_FILE = 100_000
 """Largest file size in bytes."""
-_PALETTE = 64
+_PALETTE = 128
 """Number of colours in a file; more colours enlarge files without visible gain."""
 
 
