@@ -28,7 +28,7 @@ class Measure:
     Attributes:
         title: Name of the measure, which heads its column.
         values: Values by scheme, on a scale where seeds vary about equally. Larger is better.
-        written: Mean of each scheme with an interval: Wilson's over the texts of all seeds, or Student's over seeds.
+        written: Mean and interval of each scheme, formatted.
         least_variance: Variance that chance in the texts alone would give; a lower one is due to chance.
     """
 

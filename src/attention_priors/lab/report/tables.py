@@ -203,14 +203,11 @@ def _tokens(rows: Frame) -> dict[Any, Cell]:
 def needle_weights(results: Results) -> Table:
     """Return the layer of the head that attends to the pass key most, and its attention by length."""
     rows = results["needle_weight"]
-    lines = [
-        (
-            [str(plan), name, ", ".join(map(str, own.groupby("seed").layer.first()))],
-            percents(over(own, "length", "weight")),
-        )
-        for plan, of_plan in rows.groupby("plan", sort=False)
-        for name, own in by_scheme(estimates.leading_heads(of_plan))
-    ]
+    lines = []
+    for plan, of_plan in rows.groupby("plan", sort=False):
+        for name, own in by_scheme(estimates.leading_heads(of_plan)):
+            layers = ", ".join(map(str, own.groupby("seed").layer.first()))
+            lines.append(([str(plan), name, layers], percents(over(own, "length", "weight"))))
     about = wording("needle_weights")
     return Table.across("needle_weights", about, ["plan", "scheme", "layer"], columns_of(rows.length), lines)
 
