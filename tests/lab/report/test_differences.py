@@ -115,8 +115,9 @@ def test_only_models_of_the_same_training_length_are_compared() -> None:
     assert found == {"128 A": "100*", "128 B": "0", "512 A → longer": "50*", "512 B → longer": "0"}
 
 
-def test_studies_with_single_seeds_have_no_table() -> None:
+def test_studies_with_single_seeds_or_without_success_have_no_table() -> None:
     assert not differences(shares({"A": [20], "B": [0]}).results()).lines
+    assert not differences(shares({"A": [0, 0], "B": [0, 0]}).results()).lines
 
 
 def test_the_best_of_each_measure_are_named_with_an_interval() -> None:

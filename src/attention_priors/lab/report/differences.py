@@ -99,9 +99,15 @@ def panels_side_by_side(results: Results) -> Table:
 
 @lru_cache(maxsize=1)
 def _compared(results: Results) -> list[tuple[tuple[str, ...], Measure, set[str]]]:
-    """Return each measure of at least two schemes: its training length, if there are several, and its best schemes."""
+    """Return each measure of at least two schemes: its training length, if there are several, and its best schemes.
+
+    A measure with 0 for every scheme compares nothing and is left out.
+    """
     found = [
-        (trained, one) for trained, models in _by_training(results) for one in _measures(models) if len(one.groups) > 1
+        (trained, one)
+        for trained, models in _by_training(results)
+        for one in _measures(models)
+        if len(one.groups) > 1 and any(map(any, one.values.values()))
     ]
     return [(trained, one, _best(one, 1 - (1 - CONFIDENCE) / len(found))) for trained, one in found]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import itertools
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -28,8 +29,8 @@ _DOTS_PER_INCH = (120, 100, 80)
 """Candidate resolutions; a file uses the highest that keeps it small enough."""
 _LARGEST_FILE = 100_000
 """Largest file size in bytes."""
-_PALETTE = 128
-"""Number of colours in a file; more colours enlarge files without visible gain."""
+_PALETTES = (128, 48)
+"""Candidate numbers of colours; a file has fewer only if it is too large at every resolution."""
 
 
 class Look(NamedTuple):
@@ -98,10 +99,10 @@ def png(figure: Figure, dots_per_inch: Sequence[int] = _DOTS_PER_INCH) -> bytes:
         dots_per_inch: Candidate resolutions, from the finest.
     """
     content = b""
-    for resolution in dots_per_inch:
+    for colours, resolution in itertools.product(_PALETTES, dots_per_inch):
         drawn, written = io.BytesIO(), io.BytesIO()
         figure.savefig(drawn, format="png", dpi=resolution)
-        palette = Image.open(drawn).convert("RGB").quantize(_PALETTE, dither=Image.Dither.NONE)
+        palette = Image.open(drawn).convert("RGB").quantize(colours, dither=Image.Dither.NONE)
         palette.save(written, "png", optimize=True)
         content = written.getvalue()
         if len(content) <= _LARGEST_FILE:
