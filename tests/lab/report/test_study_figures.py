@@ -201,11 +201,13 @@ def test_files_are_small_and_figures_leave_no_state(rows):
     assert pyplot.get_fignums() == []
 
 
-def test_large_figures_have_a_lower_resolution(monkeypatch):
+def test_large_figures_have_a_lower_resolution_and_fewer_colours(monkeypatch):
     figure, axes = style.start(4.0)
     axes.imshow(np.random.default_rng(0).random((300, 300)), cmap="viridis", interpolation="nearest")
     monkeypatch.setattr(style, "_LARGEST_FILE", 0)
-    assert Image.open(BytesIO(style.png(figure))).width == pytest.approx(80 * style.WIDTH, abs=1)
+    picture = Image.open(BytesIO(style.png(figure)))
+    assert picture.width == pytest.approx(80 * style.WIDTH, abs=1)
+    assert len(picture.getcolors()) <= 48
 
 
 # ---- heatmaps
