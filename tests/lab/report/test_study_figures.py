@@ -207,7 +207,7 @@ def test_large_figures_have_a_lower_resolution_and_fewer_colours(monkeypatch):
     monkeypatch.setattr(style, "_LARGEST_FILE", 0)
     picture = Image.open(BytesIO(style.png(figure)))
     assert picture.width == pytest.approx(80 * style.WIDTH, abs=1)
-    assert len(picture.getcolors()) <= 48
+    assert len(picture.getcolors() or []) in range(1, 49)
 
 
 # ---- heatmaps
