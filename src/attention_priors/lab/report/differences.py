@@ -17,7 +17,7 @@ from attention_priors.lab.report.table import Cell, Table
 from attention_priors.lab.report.wording import wording
 from attention_priors.lab.results import Frame, Results
 
-MOST_NAMED = 20
+MOST_NAMED = 6
 """Largest number of equally good schemes that a table names."""
 
 
