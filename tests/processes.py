@@ -15,8 +15,15 @@ from pathlib import Path
 import psutil
 import torch
 
-COMPUTING = "spawn" if torch.cuda.is_available() or sys.platform == "win32" else "fork"
-"""Start method of processes that compute. A forked copy of a process that uses CUDA could not compute."""
+from attention_priors.lab.bench.measure import PRELOADED
+
+COMPUTING = "spawn" if sys.platform == "win32" else "forkserver"
+"""Start method of processes that compute. A copy of a process with threads or CUDA may crash."""
+
+# The fork server imports once what takes long. Benchmarks share it, and measure the memory of later imports.
+multiprocessing.set_forkserver_preload(
+    [*PRELOADED, *(f"attention_priors.lab.{part}" for part in ("bench", "cli", "evaluate", "report", "train"))]
+)
 
 
 def run_command(
@@ -50,10 +57,10 @@ def run_command(
 
 
 def fork(function: Callable[[], object], printed: Path, method: str = "fork") -> BaseProcess:
-    """Start a function in a copy of this process, which has imported slow packages. The copy ends with this process.
+    """Start a function in a process that has imported slow packages. The process ends with this one.
 
     Args:
-        function: Function to run. It must not compute if it runs in a forked copy on a machine with CUDA.
+        function: Function to run. In a forked copy of this process, it must not compute on a machine with CUDA.
         printed: File for all output.
         method: :data:`COMPUTING` for a function that computes and can be pickled.
     """
@@ -84,16 +91,14 @@ def join(process: BaseProcess, printed: Path) -> str:
 
 
 def run_ranks(function: Callable[[], object], folder: Path, processes: int, timeout: float = 300) -> None:
-    """Run a function in several copies of this process that form a group, like processes of ``torchrun``.
+    """Run a function in several processes that form a group, like processes of ``torchrun``.
 
-    If one copy fails, or not all end within ``timeout`` seconds, all copies are killed.
+    If one process fails, or not all end within ``timeout`` seconds, all are killed.
 
     Args:
         function: Function to run. It must be picklable.
         folder: Folder for the output.
     """
-    # Process groups import it, so import it once for all copies.
-
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         found = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
@@ -116,8 +121,5 @@ def run_ranks(function: Callable[[], object], folder: Path, processes: int, time
 
 
 def _call_as_rank(function: Callable[[], object], environment: Mapping[str, str]) -> None:
-    from accelerate.state import AcceleratorState
-
     os.environ |= environment
-    AcceleratorState._reset_state(reset_partial_state=True)  # of the first process only
     function()
