@@ -15,6 +15,8 @@ from attention_priors import (
     ShawVectors,
     Spectral,
     SSMax,
+    Uniform,
+    Window,
     explain,
 )
 from attention_priors.attention.plan import make_plan
@@ -30,7 +32,11 @@ def engine(prior: Any = None, **options: Any) -> str:
 
 
 def test_engine_is_named() -> None:
-    assert engine() == "lanes: without a prior, one call of PyTorch's attention is enough"
+    assert engine() == "lanes: without a prior that changes a logit, one call of PyTorch's attention is enough"
+    # A window of 300 tokens hides none of 300 keys.
+    assert engine(Window(4, 300)) == engine(Uniform(4)) == engine()
+    assert engine(Spectral(4) + Window(4, 300)) == engine(Spectral(4))
+    assert engine(Window(4, 299)) == "toeplitz: not all of the prior is factored"
     assert engine(Laplace(4)) == "toeplitz: not all of the prior is factored"
     assert engine(Spectral(4)) == "lanes: all of the prior is factored"
     assert engine(Spectral(4), tolerance=0.1) == "lanes: all of the prior is factored"

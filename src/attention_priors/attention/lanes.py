@@ -34,8 +34,9 @@ def lanes(problem: Problem) -> Tensor:
     # Branches instead of expressions: with symbolic sizes in a compiled graph, expressions would be symbolic too.
     causal, is_grouped = problem.geometry.causal, False
     if query.shape[2] == 1:
-        causal = False
-    if query.shape[1] != key.shape[1]:
+        # Heads that share a key become queries, so that PyTorch does not copy the key for each.
+        query, causal = query.reshape(*key.shape[:2], -1, query.shape[-1]), False
+    elif query.shape[1] != key.shape[1]:
         is_grouped = True
     # Query, key and value get one width, because kernels for different widths are slower. Columns must be adjacent in
     # memory. Otherwise, PyTorch adds the causal mask to a dense matrix, and a key that is not finite spoils earlier
@@ -49,7 +50,7 @@ def lanes(problem: Problem) -> Tensor:
         scale=problem.softmax_scale,
         enable_gqa=is_grouped,
     )
-    return out[..., : value.shape[-1]].to(problem.query.dtype)
+    return out[..., : value.shape[-1]].reshape(*problem.query.shape[:3], -1).to(problem.query.dtype)
 
 
 def with_lanes(problem: Problem, factored: Sequence[Prior]) -> Problem | None:

@@ -160,7 +160,7 @@ def _choose(problem: Problem, need_lse: bool) -> tuple[Backend, str]:
         no_tiles = _why_not_toeplitz(problem)
         return ("toeplitz", reason) if no_tiles is None else ("blockwise", f"toeplitz cannot compute this: {no_tiles}")
     if not problem.terms:
-        return "lanes", "without a prior, one call of PyTorch's attention is enough"
+        return "lanes", "without a prior that changes a logit, one call of PyTorch's attention is enough"
     if KEYS_PER_QUERY * problem.geometry.num_queries <= problem.geometry.num_keys:
         return "toeplitz", "with few queries, adding lanes to every key would be most of the work"
     if all(Structure.STATIONARY in term.structure for term in problem.terms):

@@ -18,7 +18,7 @@ from attention_priors.attention.operator import count_visible_keys, geometry_fro
 from attention_priors.attention.pruning.bounds import KeyBounds
 from attention_priors.checks import check_share
 from attention_priors.encodings import ShawVectors
-from attention_priors.precision import can_be_read, compute_dtype_of
+from attention_priors.precision import can_be_read, compute_dtype_of, is_traced
 from attention_priors.priors import Prior
 from attention_priors.priors.base import check_in_use, check_positions
 
@@ -37,7 +37,7 @@ class Problem:
     """``(B, Hkv, Lk, Dv)``."""
     prior: Prior | None
     terms: tuple[Prior, ...]
-    """Priors whose sum is ``prior``."""
+    """Summands of ``prior``. A term that is 0 for every pair of the call is left out."""
     key_bias: Tensor | None
     """Bias of each key, added to the log-prior, ``(B, H, Lk)``; None for no biases."""
     geometry: Geometry
@@ -159,6 +159,10 @@ def make_problem(
 
     sizes, given = (batch, heads, num_queries, num_keys), (query_positions, key_positions, document_ids)
     geometry = make_geometry(sizes, query.device, causal, *given, key_padding_mask, attn_mask)
+    # Reading positions may wait for a device, and comparing a symbolic size would fix it.
+    if not geometry.has_given_positions and not is_traced():
+        farthest = max(num_queries, num_keys) - 1
+        terms = tuple(term for term in terms if not term.is_zero_within(farthest))
     row_scale = None
     if visible_keys is not None:
         visible_keys = check_visible_keys(visible_keys, logit_scale, heads, num_queries).to(query.device)

@@ -189,6 +189,13 @@ class Prior(Described, KeepsFloat32):
         """
         return None
 
+    def is_zero_within(self, distance: int) -> bool:
+        """Return whether all pairs up to ``distance`` apart are visible and have a log-prior of 0.
+
+        :func:`attend` then leaves the prior out.
+        """
+        return False
+
     def check(self, *, causal: bool) -> None:
         """Raise a ValueError if this prior cannot be used with (or without) a causal mask."""
 

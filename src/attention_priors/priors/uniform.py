@@ -27,6 +27,10 @@ class Uniform(Prior):
         """Return zeros, ``(H, *distance.shape)``."""
         return torch.zeros(self.num_heads, *distance.shape, dtype=dtype, device=distance.device)
 
+    def is_zero_within(self, distance: int) -> bool:
+        """Return True."""
+        return True
+
     def lanes(self, query_positions: Tensor, key_positions: Tensor, *, dtype: torch.dtype = torch.float32) -> Lanes:
         """Return empty lanes, ``R = 0``."""
         *leading, number = query_positions.shape

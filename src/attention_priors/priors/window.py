@@ -43,3 +43,7 @@ class Window(Prior):
     def visible_at(self, distance: Tensor) -> Tensor:
         """Return ``|d| < size``."""
         return distance.abs() < self.size
+
+    def is_zero_within(self, distance: int) -> bool:
+        """Return whether the window covers ``distance``."""
+        return distance < self.size
