@@ -28,7 +28,7 @@ class Uniform(Prior):
         return torch.zeros(self.num_heads, *distance.shape, dtype=dtype, device=distance.device)
 
     def is_zero_within(self, distance: int) -> bool:
-        """Return True."""
+        """Return True: the log-prior is 0 at every distance."""
         return True
 
     def lanes(self, query_positions: Tensor, key_positions: Tensor, *, dtype: torch.dtype = torch.float32) -> Lanes:
