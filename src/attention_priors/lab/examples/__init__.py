@@ -11,7 +11,13 @@ from pathlib import Path
 from attention_priors.hf.loading import load_model
 from attention_priors.models.decoder import PriorDecoderForCausalLM
 
-EXAMPLES = {"bam-ssmax": "BAM+SSMax", "bam": "BAM", "alibi": "ALiBi", "rope": "RoPE"}
+EXAMPLES = {
+    "bam-ssmax": "BAM+SSMax",
+    "bam": "BAM",
+    "alibi": "ALiBi",
+    "alibi-local-first": "ALiBi, local layers first",
+    "rope": "RoPE",
+}
 """Scheme of each example in the recipe ``demo``."""
 
 TRAINED = 128
@@ -22,7 +28,7 @@ def example_folder(name: str) -> Path:
     """Return the folder of an example: a saved model, for ``from_pretrained`` and for the package's commands.
 
     Args:
-        name: ``bam-ssmax``, ``bam``, ``alibi`` or ``rope``.
+        name: A key of :data:`EXAMPLES`.
 
     Raises:
         ValueError: the name is unknown.
@@ -38,7 +44,7 @@ def example_model(name: str) -> PriorDecoderForCausalLM:
     Its tokenizer is ``AutoTokenizer.from_pretrained(example_folder(name))``.
 
     Args:
-        name: ``bam-ssmax``, ``bam``, ``alibi`` or ``rope``.
+        name: A key of :data:`EXAMPLES`.
 
     Returns:
         Model in float32 and in evaluation mode; its weights are rounded to bfloat16.
