@@ -89,7 +89,7 @@ def attend_pruned(case: Case, size: int) -> Observed:
             for head in range(heads):
                 part = Part(slice(text, text + 1), slice(head, head + 1), slice(0, 1))
                 for block in forward._blocks(part, replace(problem, kept=pruned.kept), sizes):
-                    for tile in (*block.own, *block.others):
+                    for tile in (tile for strip in block.strips for tile in strip):
                         pairs = (tile.batches, head, tile.rows, tile.keys)
                         assert not looked_at[pairs].any(), "a key is computed twice"
                         looked_at[pairs] = True

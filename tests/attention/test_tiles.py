@@ -48,17 +48,17 @@ def test_row_blocks_cover_all_rows_once(
     geometry = geometry_of(case)
     tiling = Tiling.of(geometry, reach)
     blocks = list(tiling.row_blocks(rows, diagonal, keys))
-    tiles = [tile for block in blocks for tile in (*block.own, *block.others)]
+    tiles = [tile for block in blocks for strip in block.strips for tile in strip]
     count = counted(geometry, tiles)
     assert int(count.max()) <= 1
     assert bool((count[seen_by(geometry, reach)] == 1).all())
     rows_held = torch.zeros(geometry.batch, geometry.num_queries, dtype=torch.int64)
     for block in blocks:
-        assert [tile.start for tile in block.own[1:]] == [tile.stop for tile in block.own[:-1]]
-        assert (block.own[0].start, block.own[-1].stop) == (block.whole.start, block.whole.stop)
-        assert len(block.own) == 1 or all(diagonal <= tile.shape[0] < 2 * diagonal for tile in block.own)
-        assert all((tile.start, tile.stop) == (block.whole.start, block.whole.stop) for tile in block.others)
-        assert all(tile.batches == block.whole.batches for tile in (*block.own, *block.others))
+        for strip in block.strips:
+            assert [tile.start for tile in strip[1:]] == [tile.stop for tile in strip[:-1]]
+            assert (strip[0].start, strip[-1].stop) == (block.whole.start, block.whole.stop)
+            assert len(strip) == 1 or all(diagonal <= tile.shape[0] < 2 * diagonal for tile in strip)
+            assert all(tile.batches == block.whole.batches for tile in strip)
         rows_held[block.whole.batches, block.whole.rows] += 1
     assert bool((rows_held == 1).all())
 
@@ -139,6 +139,7 @@ def test_a_window_computes_few_hidden_pairs() -> None:
     pairs = sum(
         rows * keys
         for block in tiling.row_blocks(1024, 128, None)
-        for rows, keys in (tile.shape for tile in (*block.own, *block.others))
+        for strip in block.strips
+        for rows, keys in (tile.shape for tile in strip)
     )
     assert pairs <= 1.5 * 256 * 20000

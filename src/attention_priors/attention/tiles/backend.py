@@ -27,7 +27,7 @@ from attention_priors.attention.reference import blockwise
 from attention_priors.attention.tables import consecutive_table, table_at, table_of_keys, table_of_network, visible_at
 from attention_priors.attention.tiles.bare import attend_bare
 from attention_priors.attention.triton.backend import distance_range
-from attention_priors.precision import is_captured, is_traced
+from attention_priors.precision import can_be_read, is_captured, is_traced
 from attention_priors.priors.base import ScaledDistance, checked_scaled_distance
 
 DISTANCES_PER_TOKEN = 16
@@ -111,6 +111,8 @@ def operator_inputs(problem: Problem, plan: Plan, fused: bool = False) -> tuple[
     if listed is None:
         table = consecutive_table(terms, highest, highest - number + 1, geometry.device)
         inside = visible_at(problem.terms, highest, number, geometry.device)
+        if inside is not None and table is not None and not fused and _is_zero(table):
+            table = None  # a window: where no distance is hidden, there is no bias
     else:
         table, inside = table_at(terms, listed), None if problem.prior is None else problem.prior.visible_at(listed)
     network = nothing = (None,) * len(ScaledDistance._fields)
@@ -128,6 +130,11 @@ def operator_inputs(problem: Problem, plan: Plan, fused: bool = False) -> tuple[
 def balls_of(problem: Problem, plan: Plan) -> Balls | None:
     """Return the caller's bounds of key blocks as balls; None without bounds, or if lanes extend the keys."""
     return None if problem.key_bounds is None or plan.lanes else problem.key_bounds.balls
+
+
+def _is_zero(table: Tensor) -> bool:
+    """Return whether a table needs no gradient and holds zeros only; False if its values cannot be read."""
+    return not table.requires_grad and can_be_read(table) and not bool(table.any())
 
 
 def _hides_positions(geometry: Geometry) -> bool:

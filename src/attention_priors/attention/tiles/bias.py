@@ -374,11 +374,15 @@ class Bias:
 
     def _hides_in(self, tile: Tile) -> bool:
         """Return whether a distance of the tile may be hidden."""
+        offset, reach = self.geometry.offset, self.tiling.reach
         if self.problem.hidden is None:
             return False
-        if self.problem.inside is not None or self.geometry.offset is None:
+        if offset is None or self.problem.has_gaps:
             return True
-        return tile.last - 1 > tile.start + self.geometry.offset
+        nearest, farthest = tile.start + offset - (tile.last - 1), tile.stop - 1 + offset - tile.first
+        if self.geometry.causal and nearest < 0:
+            return True
+        return reach is not None and (nearest < reach[0] or farthest > reach[1])
 
     def mask(self, tile: Tile, heads: slice) -> Tensor | None:
         """Return 0 or ``-inf`` for each pair of the tile, plus a float ``attn_mask``; ``(b or 1, h or 1, n or 1, e)``.

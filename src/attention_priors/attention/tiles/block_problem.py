@@ -123,6 +123,14 @@ class BlockProblem:
         return Tiling.of(self.geometry, reach)
 
     @cached_property
+    def has_gaps(self) -> bool:
+        """Whether the prior hides a distance between two that it lets a query see. Requires an offset."""
+        if self.inside is None or self.tiling.reach is None:
+            return False
+        low, high = self.tiling.reach
+        return int(self.inside.sum()) <= high - low
+
+    @cached_property
     def hidden(self) -> Tensor | None:
         """Mask of the table, ``(1, N + overhang)``: ``-inf`` at distances that no query sees, or 0; None if all 0."""
         distances, seen = self.distances, self.inside

@@ -30,13 +30,12 @@ ROWS = 1024
 """Queries per block. The CPU's kernel is fastest from 768 queries on."""
 LEAST_ROWS = 16
 """Smallest number of queries per block, however steep key biases are."""
-DIAGONAL_ROWS = 128
-"""Least number of queries per tile next to the causal diagonal. Smaller tiles waste less work on hidden keys."""
 AVX512 = torch.backends.cpu.get_cpu_capability() == "AVX512"
 """Whether PyTorch uses the CPU's AVX-512 instructions."""
-SHARED_DIAGONAL_ROWS = 192 if AVX512 else DIAGONAL_ROWS
-"""``DIAGONAL_ROWS`` where PyTorch's threads share a tile. The CPU's kernel computes 32 queries at a time in tiles of
-fewer than 192, and 64 in larger ones. With 32, two threads of an Intel Xeon with AVX-512 are not faster than one."""
+DIAGONAL_ROWS = 256 if AVX512 else 128
+"""Least number of queries per tile next to the causal diagonal or at the end of a window. Smaller tiles waste less work
+on hidden keys. But the CPU's kernel computes 32 queries at a time in tiles of fewer than 192, and 64 in larger ones.
+With 32, two threads of an Intel Xeon with AVX-512 are not faster than one."""
 KEYS_IN_MEMORY = 512
 """Keys per tile if the bias is in memory."""
 PAIRS = 2**26
@@ -75,8 +74,6 @@ class _Sizes(NamedTuple):
     """Queries per block of each head."""
     pairs: int | None
     """Largest number of query-key pairs in a tile of one matrix with many queries; None for no limit."""
-    diagonal_rows: int
-    """Least number of queries per tile next to the causal diagonal."""
 
 
 def _sizes_of(problem: BlockProblem, bias_of: Bias) -> _Sizes:
@@ -95,7 +92,7 @@ def _sizes_of(problem: BlockProblem, bias_of: Bias) -> _Sizes:
     rows = problem.levels(largest, 0.75 * NEAR, LEAST_ROWS)
     if len({*rows}) > 1:
         most = 1  # each head is computed alone, in blocks of its own length
-    return _Sizes(most, rows, pairs, DIAGONAL_ROWS if problem.is_large(PAIRS) else SHARED_DIAGONAL_ROWS)
+    return _Sizes(most, rows, pairs)
 
 
 def _has_room(content: Content, problem: BlockProblem) -> bool:
@@ -176,17 +173,13 @@ def _attend_part(
 
 def _attend_block(block: RowBlock, query: Tensor, attend: Callable[[Tile, Tensor], _Found]) -> _Found:
     """Compute attention of a block's queries, in reverse order, over all keys that they see."""
-    if len(block.own) == 1:
-        found = attend(block.own[0], query)
-    else:
-        parts = []
-        for tile in reversed(block.own):
-            # Queries are in reverse order, so their indices count from the block's end.
-            stop = block.whole.stop
-            parts.append(attend(tile, query[:, :, stop - tile.stop : stop - tile.start]))
-        found = _Found(*(torch.cat(numbers, dim=2) for numbers in zip(*parts, strict=True)))
-    for tile in block.others:
-        found = _merge(found, attend(tile, query))
+    found, stop = None, block.whole.stop
+    for strip in block.strips:
+        # Queries are in reverse order, so their indices count from the block's end.
+        parts = [attend(tile, query[:, :, stop - tile.stop : stop - tile.start]) for tile in reversed(strip)]
+        one = parts[0] if len(parts) == 1 else _Found(*(torch.cat(xs, dim=2) for xs in zip(*parts, strict=True)))
+        found = one if found is None else _merge(found, one)
+    assert found is not None
     return found
 
 
@@ -196,14 +189,13 @@ def _blocks(part: Part, problem: BlockProblem, sizes: _Sizes) -> Iterator[RowBlo
     if sizes.pairs is not None:
         keys = max(KEYS_IN_MEMORY, block_length(min(rows, problem.geometry.num_queries), sizes.pairs))
     if problem.kept is None or problem.whole_heads[part.batches.start][part.heads.start]:
-        yield from tiling.row_blocks(rows, sizes.diagonal_rows, keys)
+        yield from tiling.row_blocks(rows, DIAGONAL_ROWS, keys)
         return
     # Blocks of queries divide the blocks of pruning, so each lies within one.
     for block in tiling.blocks(min(BLOCK, 2 ** (rows.bit_length() - 1))):
         ranges = problem.kept_keys(block, part.heads.start)
         tiles = [block._replace(first=a, last=b) for first, last in ranges for a, b in ranges_of(first, last, keys)]
-        tiles = tiles or [block._replace(last=block.first)]
-        yield RowBlock(block, tiles[:1], tiles[1:])
+        yield RowBlock(block, [[tile] for tile in tiles or [block._replace(last=block.first)]])
 
 
 class _Found(NamedTuple):

@@ -71,10 +71,8 @@ class RowBlock(NamedTuple):
 
     whole: Tile
     """Queries of the block, and all keys that any of them sees."""
-    own: list[Tile]
-    """Tiles that divide the queries of the block, in order."""
-    others: list[Tile]
-    """Tiles of all queries of the block, over keys that are in no tile of ``own``."""
+    strips: list[list[Tile]]
+    """Disjoint ranges of the keys, each as tiles that divide the queries of the block, in order."""
 
 
 class Part(NamedTuple):
@@ -156,30 +154,40 @@ class Tiling:
     def row_blocks(self, rows: int, diagonal_rows: int, keys: int | None) -> Iterator[RowBlock]:
         """Yield all queries in blocks of ``rows``, with tiles of at most ``keys`` keys.
 
-        Under a causal mask, large tiles hold the keys that all queries of a block see. Small tiles next to the
-        diagonal, of at least ``diagonal_rows`` queries and about equal size, hold the other keys. So few hidden keys
-        are computed.
+        Large tiles hold the keys that all queries of a block see. Small tiles next to the diagonal or at the ends of a
+        window, of at least ``diagonal_rows`` queries and about equal size, hold the other keys. So few hidden keys are
+        computed.
         """
         if self.reach is not None and self.reach[1] - self.reach[0] < 2 * rows:
             rows = min(rows, diagonal_rows)  # a window that moves past its keys within one block
         for segment in self.segments:
             for start in range(segment.start, segment.stop, rows):
                 stop = min(start + rows, segment.stop)
-                first, last = self.keys_of(segment, start, stop)
-                split = first
-                if self.geometry.causal and self.geometry.offset is not None and stop - start > diagonal_rows:
-                    split = min(last, start + self.geometry.offset + 1)
-                    split = split if split - first > 2 * diagonal_rows else first
-                    own, count = [], (stop - start) // diagonal_rows
-                    for a, b in pairwise(start + i * (stop - start) // count for i in range(count + 1)):
-                        own_first, own_last = self.keys_of(segment, a, b)
-                        own_first = max(own_first, split)
-                        own.append(Tile(segment.batches, a, b, own_first, max(own_first, own_last)))
-                    others = [Tile(segment.batches, start, stop, *part) for part in ranges_of(first, split, keys)]
-                else:
-                    tiles = [Tile(segment.batches, start, stop, *part) for part in ranges_of(first, last, keys)]
-                    own, others = tiles[:1] or [Tile(segment.batches, start, stop, first, first)], tiles[1:]
-                yield RowBlock(Tile(segment.batches, start, stop, first, last), own, others)
+                whole = Tile(segment.batches, start, stop, *self.keys_of(segment, start, stop))
+                yield RowBlock(whole, list(self._strips(segment, whole, diagonal_rows, keys)))
+
+    def _strips(self, segment: Tile, block: Tile, diagonal_rows: int, keys: int | None) -> Iterator[list[Tile]]:
+        """Yield the strips of a block."""
+        (_, start, stop, first, last), offset, causal = block, self.geometry.offset, self.geometry.causal
+        far, near, count = first, last, (stop - start) // diagonal_rows
+        if offset is not None and stop - start > diagonal_rows:
+            # All queries see the keys from `far` to `near`. Each query also sees a key of each edge.
+            low, high = self.reach or (None, None)
+            low = max(0, low or 0) if causal else low
+            far = first if high is None else max(first, stop + offset - high)
+            near = last if low is None else min(last, start + offset - low)
+            if near - far <= 2 * diagonal_rows:
+                far, near = first, first if causal else last
+        for edge in (slice(near, last), slice(first, far)):
+            if edge.start < edge.stop:
+                parts = pairwise(start + i * (stop - start) // count for i in range(count + 1))
+                seen = [(a, b, *self.keys_of(segment, a, b)) for a, b in parts]
+                cut = [(a, b, max(c, edge.start), min(d, edge.stop)) for a, b, c, d in seen]
+                yield [Tile(segment.batches, a, b, c, max(c, d)) for a, b, c, d in cut]
+        for part in ranges_of(far, near, keys):
+            yield [Tile(segment.batches, start, stop, *part)]
+        if first == last:
+            yield [block]
 
     def blocks(self, rows: int) -> Iterator[Tile]:
         """Yield all queries in tiles of at most ``rows`` queries, with all keys (maybe 0) that any of them can see."""
