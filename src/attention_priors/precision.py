@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import wraps
@@ -30,6 +31,11 @@ def drop_negligible(weights: Tensor) -> Tensor:
     200 times as long as others, and attention with a steep prior has many.
     """
     return torch.threshold_(weights, NEGLIGIBLE, 0.0) if weights.dtype == torch.float32 else weights
+
+
+def flushes_denormals() -> bool:
+    """Return whether this thread counts denormal numbers as 0, see :func:`torch.set_flush_denormal`."""
+    return sys.float_info.min / 2 == 0.0
 
 
 def log_sum_exp(logits: Tensor) -> Tensor:

@@ -20,7 +20,7 @@ from attention_priors import Fire, GeneralizedGaussian, Laplace, Prior, SSMax, a
 from attention_priors.attention import reference as dense
 from attention_priors.attention.plan import Backend, why_not
 from attention_priors.attention.problem import make_problem
-from attention_priors.attention.tiles import backward, bare, block_problem, forward, scaled, tiling
+from attention_priors.attention.tiles import backward, bare, block_problem, forward, plain_backward, scaled, tiling
 from attention_priors.priors import CATALOGUE, Axial, Radial, Structure
 from attention_priors.priors.base import Lanes
 
@@ -285,6 +285,7 @@ def in_blocks_of(size: int | None) -> Iterator[None]:
             forward, ROWS=2 * size, DIAGONAL_ROWS=max(1, size // 2), KEYS_IN_MEMORY=size, BIAS_NUMBERS=8 * size, PAIRS=0
         ),
         mock.patch.multiple(backward, ROWS=size, MOST_KEYS=size + 3, NUMBERS=40 * size, PAIRS=0),
+        mock.patch.object(plain_backward, "PAIRS", 0),
         mock.patch.object(dense, "block_length", return_value=size),
         mock.patch.object(block_problem, "FEW_PAIRS", 0),
         mock.patch.object(tiling, "FEW_PAIRS", 0),

@@ -84,11 +84,11 @@ def attend_pruned(case: Case, size: int) -> Observed:
             return Observed(out, lse, None, looked_at)
         _, problem, pruned = seen[0]
         looked_at[:] = False
-        sizes = forward._sizes_of(problem, problem.bias())
+        sizes = forward.sizes_of(problem, problem.bias())
         for text in range(batch):
             for head in range(heads):
                 part = Part(slice(text, text + 1), slice(head, head + 1), slice(0, 1))
-                for block in forward._blocks(part, replace(problem, kept=pruned.kept), sizes):
+                for block in forward.blocks_of(part, replace(problem, kept=pruned.kept), sizes):
                     for tile in (tile for strip in block.strips for tile in strip):
                         pairs = (tile.batches, head, tile.rows, tile.keys)
                         assert not looked_at[pairs].any(), "a key is computed twice"

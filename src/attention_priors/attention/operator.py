@@ -15,7 +15,7 @@ from attention_priors.attention.pruning.bounds import BLOCK, Balls
 from attention_priors.attention.pruning.certificate import prune
 from attention_priors.attention.tiles import backward as tiles_backward
 from attention_priors.attention.tiles import forward as tiles_forward
-from attention_priors.attention.tiles import one_tile
+from attention_priors.attention.tiles import one_tile, plain_backward
 from attention_priors.attention.tiles.bias import Distances
 from attention_priors.attention.tiles.block_problem import BlockProblem, Content, columns_together
 from attention_priors.attention.triton import backend as triton_backend
@@ -245,6 +245,8 @@ def _attend_backward(
         saved, wanted_of_prior = (out, lse), (wanted[3], wanted[4], wanted[5], any(wanted[6:]))
         if problem.whole is not None and not inputs[-1]:
             found = one_tile.backward(content, problem, problem.whole, saved, (out_grad, lse_grad), wanted_of_prior)
+        elif not inputs[-1] and plain_backward.supports(problem, lse, lse_grad, wanted_of_prior):
+            found = plain_backward.backward(content, problem, saved, out_grad, wanted[5])
         else:
             engine = triton_backend if inputs[-1] else tiles_backward
             of_results = (out_grad, torch.zeros_like(lse) if lse_grad is None else lse_grad)

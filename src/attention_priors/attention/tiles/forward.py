@@ -58,14 +58,14 @@ def forward(content: Content, problem: BlockProblem) -> tuple[Tensor, Tensor]:
     constant = query.new_zeros(query.shape[:-1], dtype=torch.float64)
     if _has_room(content, problem):
         bias_of = replace(problem, key_bias=None).bias()
-    sizes, at_once = _sizes_of(problem, bias_of), problem.is_large(PAIRS)
+    sizes, at_once = sizes_of(problem, bias_of), problem.is_large(PAIRS)
     parts = problem.parts(content.key.shape[1], 1, sizes.matrices, at_once)
     work = [partial(_attend_part, part, sizes, content, problem, _Found(out, lse), constant) for part in parts]
     share(work, bias_of.for_thread, at_once)
     return finished(content, problem, out, lse, constant)
 
 
-class _Sizes(NamedTuple):
+class Sizes(NamedTuple):
     """Sizes of parts, blocks and tiles. They depend only on the problem, and so do the results."""
 
     matrices: int | None
@@ -76,7 +76,8 @@ class _Sizes(NamedTuple):
     """Largest number of query-key pairs in a tile of one matrix with many queries; None for no limit."""
 
 
-def _sizes_of(problem: BlockProblem, bias_of: Bias) -> _Sizes:
+def sizes_of(problem: BlockProblem, bias_of: Bias) -> Sizes:
+    """Return the sizes of parts, blocks and tiles of a problem."""
     geometry = problem.geometry
     largest, most, pairs = ROWS, None, None
     if bias_of.in_memory:
@@ -92,7 +93,7 @@ def _sizes_of(problem: BlockProblem, bias_of: Bias) -> _Sizes:
     rows = problem.levels(largest, 0.75 * NEAR, LEAST_ROWS)
     if len({*rows}) > 1:
         most = 1  # each head is computed alone, in blocks of its own length
-    return _Sizes(most, rows, pairs)
+    return Sizes(most, rows, pairs)
 
 
 def _has_room(content: Content, problem: BlockProblem) -> bool:
@@ -128,7 +129,7 @@ def keys_and_values(content: Content, cut: Callable[[Tensor], Tensor]) -> tuple[
 
 def _attend_part(
     part: Part,
-    sizes: _Sizes,
+    sizes: Sizes,
     content: Content,
     problem: BlockProblem,
     result: _Found,
@@ -139,7 +140,7 @@ def _attend_part(
     key, value = keys_and_values(content, part.of_keys)
     in_column, column = problem.key_bias is not None and bias_of.key_bias is None, content.key.shape[-1]
     far = False
-    for block in _blocks(part, problem, sizes):
+    for block in blocks_of(part, problem, sizes):
         whole = block.whole
         texts, here = part.within(whole.batches), (whole.batches, part.heads, whole.rows)
         query, best = content.queries(lambda x, here=here: x[here], key.shape[-1]).flip(2), None
@@ -183,7 +184,7 @@ def _attend_block(block: RowBlock, query: Tensor, attend: Callable[[Tile, Tensor
     return found
 
 
-def _blocks(part: Part, problem: BlockProblem, sizes: _Sizes) -> Iterator[RowBlock]:
+def blocks_of(part: Part, problem: BlockProblem, sizes: Sizes) -> Iterator[RowBlock]:
     """Yield the blocks of a part's queries, with the tiles of the keys that they see."""
     tiling, rows, keys = problem.tiling.of_texts(part.batches), min(sizes.rows[part.heads]), None
     if sizes.pairs is not None:

@@ -1,0 +1,89 @@
+"""Gradients of a prior that does not learn, by PyTorch's kernel, against the dense formula in float64."""
+
+from dataclasses import replace
+from unittest import mock
+
+import pytest
+import torch
+from attention_cases import Case, cases, examples, in_blocks_of
+from attention_errors import Cotangents, float32_tolerance, gradient_scales
+from hypothesis import given
+from hypothesis import strategies as st
+
+from attention_priors import Laplace, attend
+from attention_priors.attention.plan import Backend
+from attention_priors.attention.tiles import plain_backward
+from attention_priors.precision import flushes_denormals
+
+
+def gradients(case: Case, backend: str, cotangent: torch.Tensor) -> dict[str, torch.Tensor]:
+    case = replace(case, **{name: getattr(case, name).detach().requires_grad_() for name in case.given()})
+    leaves = case.leaves()
+    with in_blocks_of(case.small_blocks):
+        out, _ = case.attend(backend)
+        grads = torch.autograd.grad(out, list(leaves.values()), cotangent.to(out.dtype), allow_unused=True)
+    return {n: torch.zeros_like(x) if g is None else g for (n, x), g in zip(leaves.items(), grads, strict=True)}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("name", ["none", "laplace", "window", "relative_buckets", "sum", "a gap"])
+def test_gradients_equal_those_of_the_dense_formula(name: str, dtype: torch.dtype) -> None:
+    with mock.patch.object(plain_backward, "backward", wraps=plain_backward.backward) as kernel:
+
+        @examples(8, f"{name} {dtype}")
+        @given(cases(name, keyed=False), st.integers(2, 12))
+        def check(case: Case, size: int) -> None:
+            if case.prior is not None:
+                case.prior.requires_grad_(False)
+            case = replace(case, small_blocks=size, key_bias=None)
+            exact = case.to(torch.float64)
+            out, lse = exact.attend("reference")
+            cotangents = replace(Cotangents.of(out, lse), lse=torch.zeros_like(lse))
+            expected = gradients(exact, "reference", cotangents.out)
+            scales = gradient_scales(case, cotangents)
+            for part, found in gradients(case.to(dtype), "toeplitz", cotangents.out).items():
+                size_of_terms = max(float(expected[part].abs().max()), float(scales[part]), 0.1)
+                single = dtype == torch.float32 or "." in part
+                tolerance = float32_tolerance(case) if single else 1e-10
+                assert float((found - expected[part]).abs().max()) / size_of_terms <= tolerance, part
+
+        check()
+    assert kernel.call_count > 0
+
+
+@pytest.mark.parametrize("kv_heads", [8, 2])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_threads_share_long_problems(dtype: torch.dtype, kv_heads: int) -> None:
+    drawn = torch.Generator().manual_seed(0)
+    query, key, value = (torch.randn(1, h, 2900, 16, generator=drawn) for h in (8, kv_heads, kv_heads))
+    prior, cotangent = Laplace(8, slopes=[0.01] * 8), torch.randn(1, 8, 2900, 16, generator=drawn)
+
+    def differentiated(backend: Backend, of: torch.dtype) -> tuple[torch.Tensor, ...]:
+        content = [x.to(dtype).to(of).requires_grad_() for x in (query, key, value)]
+        out = attend(content[0], content[1], content[2], prior, backend=backend)
+        return torch.autograd.grad(out, content, cotangent.to(of))
+
+    with mock.patch.object(plain_backward, "backward", wraps=plain_backward.backward) as kernel:
+        found = differentiated("toeplitz", dtype)
+    assert kernel.call_count == 1
+    expected = differentiated("blockwise", torch.float64)
+    for one, other in zip(found, expected, strict=True):
+        assert (one - other).abs().max() <= (1e-5 if dtype == torch.float32 else 2e-2) * other.abs().max()
+
+
+def test_steep_priors_need_flushed_denormal_numbers() -> None:
+    query, key, value = (torch.randn(1, 1, 700, 8, requires_grad=True) for _ in range(3))
+
+    def uses_the_kernel(slope: float) -> bool:
+        with mock.patch.object(plain_backward, "backward", wraps=plain_backward.backward) as kernel:
+            attend(query, key, value, Laplace(1, slopes=[slope])).sum().backward()
+        return kernel.call_count == 1
+
+    flushed = flushes_denormals()
+    try:
+        torch.set_flush_denormal(False)
+        assert (uses_the_kernel(0.01), uses_the_kernel(1.0)) == (True, False)
+        if torch.set_flush_denormal(True):  # some processors cannot
+            assert uses_the_kernel(1.0)
+    finally:
+        torch.set_flush_denormal(flushed)
