@@ -87,3 +87,20 @@ def test_steep_priors_need_flushed_denormal_numbers() -> None:
             assert uses_the_kernel(1.0)
     finally:
         torch.set_flush_denormal(flushed)
+
+
+def test_heads_that_share_keys_may_keep_different_keys() -> None:
+    drawn = torch.Generator().manual_seed(0)
+    content = [torch.randn(1, h, 4096, 4, generator=drawn, requires_grad=True) for h in (2, 1, 1)]
+    prior, cotangent = Laplace(2, slopes=[1.0, 0.001]), torch.randn(1, 2, 4096, 4, generator=drawn)
+    flushed = flushes_denormals()
+    try:
+        torch.set_flush_denormal(True)
+        found, expected = (
+            torch.autograd.grad(attend(content[0], content[1], content[2], prior, backend=name), content, cotangent)
+            for name in ("toeplitz", "blockwise")
+        )
+    finally:
+        torch.set_flush_denormal(flushed)
+    for one, other in zip(found, expected, strict=True):
+        assert (one - other).abs().max() <= 1e-5 * other.abs().max()

@@ -37,6 +37,8 @@ def supports(problem: BlockProblem, lse: Tensor, lse_grad: Tensor | None, wanted
     """
     if lse.device.type != "cpu" or lse_grad is not None or problem.key_bias is not None:
         return False
+    if problem.kept is not None:
+        return False  # heads that share keys may keep different ones
     if wanted[0] or wanted[3] or (wanted[2] and problem.row_scale is not None):
         return False
     seen = lse.masked_fill(torch.isneginf(lse), 0.0)
@@ -70,8 +72,8 @@ def backward(
     sizes, at_once = sizes_of(problem, bias_of), problem.is_large(PAIRS)
     parts = problem.parts(kv_heads, heads // kv_heads, sizes.matrices, at_once)
     of_rows = (out, lse, out_grad)
-    share([partial(_differentiate, part, sizes, content, problem, of_rows, found) for part in parts],
-          bias_of.for_thread, at_once)  # fmt: skip
+    work = [partial(_differentiate, part, sizes, content, problem, of_rows, found) for part in parts]
+    share(work, bias_of.for_thread, at_once)
     return found.unscaled(content, wants_scale)
 
 
