@@ -84,7 +84,7 @@ benchmarks: $(VENV)/peers
 	done
 	[ -e $(BENCHMARKS)/attached.json ] || $(BIN)/python benchmarks/attached.py --repetitions 15 --output $(BENCHMARKS)/attached.json
 
-tests core test-checkpoints test-deep docs: export OMP_NUM_THREADS := 1
+docs: export OMP_NUM_THREADS := 1
 # glibc keeps freed memory, because returning it to the kernel and asking again takes processor time. Blocks above 8 MB
 # are returned: a larger bound fails the test that measures peak memory.
 tests core test-checkpoints test-deep docs: export MALLOC_MMAP_THRESHOLD_ := 8388608

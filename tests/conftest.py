@@ -1,4 +1,4 @@
-"""Setup shared by all tests: reproducible random examples, one Chromium per file, Triton's interpreter, autograd."""
+"""Setup shared by all tests: one thread, equal random examples, one Chromium per file, autograd, garbage, Triton."""
 
 import gc
 import importlib
@@ -17,6 +17,11 @@ from thoroughness import DEEP
 
 # Draw equal examples on every machine at any speed, also where the variable CI is set.
 settings.load_profile("ci")
+
+# Use one thread in each process, here and in processes started by tests. With two, several processes wait for each
+# other's threads: on two cores, all tests took twice as long. Sums also depend on the number of threads.
+os.environ["OMP_NUM_THREADS"] = "1"
+torch.set_num_threads(1)
 
 # Without a CUDA device, Triton's interpreter runs its kernels. It must be chosen before the first import of triton,
 # which all tests of a process share.
