@@ -37,8 +37,9 @@ def supports(problem: BlockProblem, lse: Tensor, lse_grad: Tensor | None, wanted
     """
     if lse.device.type != "cpu" or lse_grad is not None or problem.key_bias is not None:
         return False
+    # With pruned keys, heads that share keys may keep different ones.
     if problem.kept is not None:
-        return False  # heads that share keys may keep different ones
+        return False
     if wanted[0] or wanted[3] or (wanted[2] and problem.row_scale is not None):
         return False
     seen = lse.masked_fill(torch.isneginf(lse), 0.0)
