@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from attention_priors import Fire, GeneralizedGaussian, Prior, SSMax, attend
-from attention_priors.attention.tiles import backward, forward, threads
+from attention_priors import Fire, GeneralizedGaussian, Laplace, Prior, SSMax, attend
+from attention_priors.attention.tiles import backward, forward, plain_backward, threads
 
 
 @pytest.fixture(autouse=True)
@@ -33,6 +33,7 @@ def numbers(on_threads: int, prior: Prior | None = None, **options: Any) -> list
     with (
         mock.patch.object(forward, "PAIRS", 0),
         mock.patch.object(backward, "PAIRS", 0),
+        mock.patch.object(plain_backward, "PAIRS", 0),
         mock.patch.object(threads, "_do", wraps=threads._do) as done,
     ):
         out = attend(query, key, value, prior, **options)
@@ -49,10 +50,11 @@ def numbers(on_threads: int, prior: Prior | None = None, **options: Any) -> list
         {"logit_scale": SSMax(4, init=0.2)},
         {"tolerance": 1e-4},
         {"key_padding_mask": torch.arange(1100) % 7 == 3},
+        {"prior": Laplace(4, slopes=[0.01] * 4)},
         {"prior": Fire(8, init={"threshold": 100.0})},
         {"key_bias": (torch.arange(1100.0) * torch.tensor([1.0, 0.001, 1e-6, 1e-6])[:, None]).repeat(2, 1, 1)},
     ],
-    ids=["table", "scaled", "pruned", "padded", "network", "steep"],
+    ids=["table", "scaled", "pruned", "padded", "plain", "network", "steep"],
 )
 def test_threads_give_bitwise_equal_results(options: dict[str, Any]) -> None:
     if "key_padding_mask" in options:
