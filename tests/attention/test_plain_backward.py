@@ -53,7 +53,7 @@ def test_gradients_equal_those_of_the_dense_formula(name: str, dtype: torch.dtyp
 
 @pytest.mark.parametrize("kv_heads", [8, 2])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_long_problems(dtype: torch.dtype, kv_heads: int) -> None:
+def test_gradients_of_long_problems_equal_float64(dtype: torch.dtype, kv_heads: int) -> None:
     drawn = torch.Generator().manual_seed(0)
     query, key, value = (torch.randn(1, h, 1460, 16, generator=drawn) for h in (8, kv_heads, kv_heads))
     prior, cotangent = Laplace(8, slopes=[0.01] * 8), torch.randn(1, 8, 1460, 16, generator=drawn)
