@@ -52,7 +52,7 @@ class KeepsFloat32(nn.Module):
     """Module whose parameters are created in float32 and stay in float32 on every device.
 
     ``.to(device)`` moves the parameters. ``.to(dtype)``, ``.half()``, ``.double()`` and
-    ``load_state_dict(assign=True)`` do not change their dtype. At position 100 000, bfloat16 cannot tell neighbours
+    ``load_state_dict(assign=True)`` do not change their dtype. At position 100,000, bfloat16 cannot tell neighbours
     apart.
     """
 

@@ -140,7 +140,7 @@ def test_missing_numbers_are_dashes():
         (quantity, None, "–"), (quantity, math.nan, "–"), (quantity, math.inf, "∞"), (quantity, -0.12345, "−0.123"),
         (quantity, -1.7e-16, "0"), (quantity, 1e-9, "1e−09"),
         (partial(decimals, digits=2), -0.126, "−0.13"), (partial(decimals, digits=2), -0.004, "0.00"),
-        (partial(decimals, digits=0), 12.3, "12"), (rough, 123456.0, "120 000"), (rough, 1.26e9, "1e+09"),
+        (partial(decimals, digits=0), 12.3, "12"), (rough, 123456.0, "120,000"), (rough, 1.26e9, "1e+09"),
         (duration, None, "–"), (duration, math.nan, "–"), (duration, 41.4, "41 s"), (duration, 59.7, "1 min 0 s"),
         (duration, 7500.0, "2 h 5 min"),
         (listing, ["a"], "a"), (listing, ["a", "b", "c"], "a, b and c"), (listing, [1, 2], "1 and 2"),

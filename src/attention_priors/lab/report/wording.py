@@ -47,7 +47,7 @@ def decimals(value: float, digits: int) -> str:
 
 def rough(value: float) -> str:
     """Format a large number with at most two significant digits."""
-    return f"{float(f'{value:.1e}'):,.0f}".replace(",", " ") if value < 1e6 else f"{value:.0e}"
+    return f"{float(f'{value:.1e}'):,.0f}" if value < 1e6 else f"{value:.0e}"
 
 
 def duration(seconds: float | None) -> str:

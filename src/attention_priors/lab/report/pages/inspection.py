@@ -154,7 +154,7 @@ def _reach(found: Found) -> Table:
         for row in found["priors"]
     ]
     about = wording("inspected_reach", found=found, scaled=_prior_is_scaled(found))
-    header = ["head", "role", *(f"{int(size):,}".replace(",", " ") for size in sizes)]
+    header = ["head", "role", *(f"{int(size):,}" for size in sizes)]
     return Table("reach", about, header, lines, words=2)
 
 
