@@ -46,6 +46,10 @@ def test_examples_are_small_and_differ_only_in_their_positions():
         for model in models.values()
     ]
     assert all(config == configs[0] for config in configs)
+    # As the page of the tour says.
+    steps = {name: model.config.attention_priors_training["steps"].split()[0] for name, model in models.items()}
+    assert {name for name in EXAMPLES if steps[name] == "4000"} == {"alibi-local-first", "rope"}
+    assert {*steps.values()} == {"2500", "4000"}
     with_prior = {name for name, model in models.items() if any(isinstance(x, Prior) for x in model.modules())}
     assert with_prior == {*EXAMPLES} - {"rope"}
     texts = [AutoTokenizer.from_pretrained(example_folder(name))("The pass key is 12345.") for name in EXAMPLES]
