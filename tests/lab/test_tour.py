@@ -46,14 +46,16 @@ def test_examples_are_small_and_differ_only_in_their_positions():
         for model in models.values()
     ]
     assert all(config == configs[0] for config in configs)
-    # As the page of the tour says.
-    steps = {name: model.config.attention_priors_training["steps"].split()[0] for name, model in models.items()}
-    assert {name for name in EXAMPLES if steps[name] == "4000"} == {"alibi-local-first", "rope"}
-    assert {*steps.values()} == {"2500", "4000"}
     with_prior = {name for name, model in models.items() if any(isinstance(x, Prior) for x in model.modules())}
     assert with_prior == {*EXAMPLES} - {"rope"}
     texts = [AutoTokenizer.from_pretrained(example_folder(name))("The pass key is 12345.") for name in EXAMPLES]
     assert all(text["input_ids"] == texts[0]["input_ids"] for text in texts)
+
+
+def test_rope_and_alibi_with_local_layers_first_trained_longer_as_the_page_says():
+    trained = {name: example_model(name).config.attention_priors_training["steps"] for name in EXAMPLES}
+    steps = {name: text.split()[0] for name, text in trained.items()}
+    assert steps == dict.fromkeys(EXAMPLES, "2500") | {"rope": "4000", "alibi-local-first": "4000"}
 
 
 def test_an_unknown_example_is_refused_with_the_names():
