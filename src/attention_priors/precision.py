@@ -20,15 +20,16 @@ def compute_dtype_of(query: Tensor) -> torch.dtype:
     return torch.float64 if query.dtype == torch.float64 else torch.float32
 
 
-NEGLIGIBLE = 2.0**-120
-"""Largest weight that :func:`drop_negligible` sets to 0. Its products with gradients from 0.02 on are not denormal."""
+NEGLIGIBLE = 2.0**-64
+"""Largest weight that :func:`drop_negligible` sets to 0. Other weights are not denormal, nor are their products with
+gradients from 1e-18 on. (In training, gradients of 1e-6 are common.)"""
 
 
 def drop_negligible(weights: Tensor) -> Tensor:
     """Set float32 weights up to :data:`NEGLIGIBLE` to 0, in place.
 
-    A sum of weights, which is 1, does not show them. But on some CPUs, products of denormal numbers (below 2^-126) take
-    200 times as long as others, and attention with a steep prior has many.
+    Rounding hides them in a sum of weights, which is 1. But on some CPUs, products of denormal numbers (below 2^-126)
+    take 200 times as long as others, and attention with a steep prior has many.
     """
     return torch.threshold_(weights, NEGLIGIBLE, 0.0) if weights.dtype == torch.float32 else weights
 

@@ -24,3 +24,15 @@ def diagonals(padded: Tensor) -> Tensor:
     # With a row stride of `width - 1`, row i starts i places further to the left.
     strides = (*padded.stride()[:-2], width - 1, 1)
     return padded.as_strided((*padded.shape[:-1], width - 1), strides, padded.storage_offset() + rows)
+
+
+def ended_diagonals(numbers: Tensor) -> Tensor:
+    """Return a view ``(..., n, e - 1)`` whose columns are the diagonals ``i + j = 1`` to ``e - 1``, without padding.
+
+    Args:
+        numbers: contiguous ``(..., n, e)``, 0 for all ``i + j >= e``.
+    """
+    # As in `diagonals`, a row starts further to the left. Here these places are zeros at the end of the row before.
+    columns = numbers.shape[-1]
+    strides = (*numbers.stride()[:-2], columns - 1, 1)
+    return numbers.as_strided((*numbers.shape[:-1], columns - 1), strides, numbers.storage_offset() + 1)

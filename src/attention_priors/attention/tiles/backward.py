@@ -16,7 +16,7 @@ from torch import Tensor
 
 from attention_priors.attention.geometry import block_length
 from attention_priors.attention.pruning.bounds import BLOCK
-from attention_priors.attention.tiles.bias import Bias, Scratch, far_rows
+from attention_priors.attention.tiles.bias import KEPT_NUMBERS, Bias, Scratch, far_rows
 from attention_priors.attention.tiles.block_problem import BlockProblem, Content, Gradients
 from attention_priors.attention.tiles.exact import without_best
 from attention_priors.attention.tiles.scaled import sum_gradients
@@ -32,9 +32,8 @@ LEAST_ROWS = 128
 forward pass."""
 MOST_KEYS = 512
 """Largest number of keys per tile."""
-NUMBERS = 2**18
-"""Approximate size of a thread's working buffer, in numbers: 1 MiB in float32. Twice as many where PyTorch's threads
-share a tile; each of two threads then has as much work as with a tile of its own."""
+NUMBERS = KEPT_NUMBERS
+"""Approximate size of a thread's working buffer, in numbers. With smaller buffers, threads wait for Python's lock."""
 PAIRS = 2**24
 """Query-key pairs, over all heads and rows of the batch, from which separate threads pay off. The forward pass needs
 more pairs: small operations gain more from threads, and the backward pass has many."""
@@ -98,17 +97,18 @@ def backward(
         None if problem.key_bias is None or not wanted[1] else lse.new_zeros(geometry.batch, heads, geometry.num_keys),
         torch.zeros_like(row_scale) if row_scale is not None and wanted[2] else None,
     )
-    tile = min(block_rows, geometry.num_queries) * min(MOST_KEYS, geometry.num_keys)
+    rows_of_tile, keys_of_tile = min(block_rows, geometry.num_queries), min(MOST_KEYS, geometry.num_keys)
+    # Distances.add pads most tiles with a column for each row.
+    tile = rows_of_tile * (keys_of_tile + rows_of_tile)
     at_once = problem.is_large(PAIRS)
-    buffer_size = NUMBERS if at_once else 2 * NUMBERS
-    parts = problem.parts(kv_heads, heads // kv_heads, block_length(tile, buffer_size), at_once)
+    parts = problem.parts(kv_heads, heads // kv_heads, block_length(tile, NUMBERS), at_once)
 
     def make_workspace() -> _Workspace:
         names = ("weights", "logits' gradient", "product")
         scratch = [Scratch(name, problem.dtype, lse.device) for name in names]
         return _Workspace(bias_in_bits.for_thread(), bias.for_thread(), scratch)
 
-    work = [_Backward(part, content, problem, rows, found, block_rows, buffer_size) for part in parts]
+    work = [_Backward(part, content, problem, rows, found, block_rows) for part in parts]
     if bias.network is not None and wanted[3]:
         for one in work:
             one.network_grad = bias.network.zero_gradients()
@@ -195,8 +195,6 @@ class _Backward:
     rows: _Rows
     found: Gradients
     block_rows: int
-    buffer_size: int
-    """Approximate size of a working buffer, in numbers."""
     table_grad: Tensor | None = None
     network_grad: ScaledDistance | None = None
 
@@ -217,17 +215,20 @@ class _Backward:
             # With pruning, each head keeps different keys.
             for heads in [slice(head, head + 1) for head in apart] or [part.heads]:
                 self._block(block, heads)
-        # Turn the sums into (Lk, D), one matrix at a time.
-        for matrix in (matrix for x in of_keys for of_text in x for matrix in of_text):
-            transposed = self.scratch[0].of(*matrix.mT.shape).copy_(_with_rows_as_columns(matrix))
-            matrix.copy_(transposed.mT)
+        # Turn the sums into (Lk, D), a few matrices at a time.
+        for matrices in (x.view(-1, *x.shape[2:]) for x in of_keys):
+            for some in matrices.split(block_length(matrices[0].numel(), NUMBERS)):
+                transposed = self.scratch[0].of(*some.mT.shape).copy_(_with_rows_as_columns(some))
+                some.copy_(transposed.mT)
 
     def _block(self, block: Tile, heads: slice) -> None:
         """Add the gradients from a block of queries, which are in reverse order."""
         content, problem, rows, dtype = self.content, self.problem, self.rows, self.problem.dtype
         cut = partial(block.cut_rows, heads=heads)
         query, out_grad = (self._stacked(x.to(dtype).flip(2)) for x in (content.queries(cut), cut(rows.out_grad)))
-        queries = _Queries(query, out_grad, torch.zeros_like(query))
+        # Of all products, those into contiguous matrices are the fastest.
+        query_grad = torch.zeros_like(query, memory_format=torch.contiguous_format)
+        queries = _Queries(query, out_grad, query_grad)
         if self.bias.key_bias is not None:
             (self.in_bits, _), (self.here, constant) = (b.centred(block, heads) for b in (self.bias_in_bits, self.bias))
             if self.found.row_scale is not None and constant is not None:
@@ -241,7 +242,7 @@ class _Backward:
         ):
             self._with_new_softmax(tiles, heads, queries)
         else:
-            step = max(MOST_KEYS // 4, min(MOST_KEYS, block_length(query.shape[0] * query.shape[1], self.buffer_size)))
+            step = max(MOST_KEYS // 4, min(MOST_KEYS, block_length(query.shape[0] * query.shape[1], NUMBERS)))
             # dS = P (dP + dlse - Σ P dP), and Σ_j P_ij dP_ij = <out_i, dout_i>.
             moment = cut(rows.lse_grad) - torch.linalg.vecdot(cut(rows.out).to(dtype), cut(rows.out_grad).to(dtype))
             shift, moment = (x.flip(2).unsqueeze(-1) for x in (cut(rows.shift), moment))
@@ -267,31 +268,17 @@ class _Backward:
         key = self._keys(self.key, tile)
         weights.baddbmm_(queries.query, key.mT, alpha=self.problem.softmax_scale / NATS_PER_BIT).exp2_()
         drop_negligible(weights)
-        factor = self._logits_grad(tile, weights)[1]
+        factor = self.scratch[1].of(*weights.shape)
         torch.baddbmm(moment, queries.out_grad, self._keys(self.value, tile).mT, out=factor)
         self._add(tile, heads, weights, factor, queries, key)
-
-    def _logits_grad(self, tile: Tile, weights: Tensor) -> tuple[Tensor, Tensor]:
-        """Return memory for the logits' gradient of a tile, with and without columns of zeros before the numbers.
-
-        ``Distances.add`` needs as many columns of zeros as there are rows.
-        """
-        rows, keys = tile.shape
-        zeros = rows if self.table_grad is not None else 0
-        padded = self.scratch[1].of(*weights.shape[:2], zeros + keys)
-        return padded, padded[..., zeros:]
 
     def _add(self, tile: Tile, heads: slice, weights: Tensor, factor: Tensor, queries: _Queries, key: Tensor) -> None:
         """Add a tile's part of every gradient. The gradient of its logits is ``weights · factor``.
 
-        The product overwrites ``factor`` if :meth:`_logits_grad` returned its memory.
+        The product may overwrite ``factor``.
         """
-        (query, out_grad, query_grad), (rows, keys) = queries, tile.shape
-        number = heads.stop - heads.start
-        padded, logits_grad = self._logits_grad(tile, weights)
-        zeros = padded.shape[-1] - keys
-        padded[..., :zeros] = 0
-        torch.mul(weights, factor, out=logits_grad)
+        (query, out_grad, query_grad), keys = queries, tile.shape[1]
+        logits_grad = torch.mul(weights, factor, out=self.scratch[1].of(*weights.shape))
         key_grad, value_grad = (self._keys(x.mT, tile).mT for x in (self.key_grad, self.value_grad))
         # Products are faster if they write to separate memory.
         value_grad += torch.bmm(
@@ -300,26 +287,25 @@ class _Backward:
         product = torch.bmm(query.mT, logits_grad, out=self.scratch[2].of(weights.shape[0], query.shape[-1], keys))
         key_grad.add_(product, alpha=self.problem.softmax_scale)
         query_grad.baddbmm_(logits_grad, key)
-        padded = padded.view(tile.number, number, rows, zeros + keys)
+        logits_grad = logits_grad.view(tile.number, heads.stop - heads.start, *tile.shape)
         if self.problem.row_scale is not None:
             if self.found.row_scale is not None:
                 log_prior = self.here.log_prior(tile, heads)
-                out = self.scratch[2].of(tile.number, number, rows, keys)
-                moments = torch.mul(padded[..., zeros:], log_prior, out=out)
+                moments = torch.mul(logits_grad, log_prior, out=self.scratch[2].of(*logits_grad.shape))
                 tile.cut_rows(self.found.row_scale, heads).add_(moments.sum(-1).flip(-1))
             if any(x is not None for x in (self.table_grad, self.found.key_bias, self.network_grad)):
-                padded *= self.bias.scale(tile, heads)
+                logits_grad *= self.bias.scale(tile, heads)
         if self.found.key_bias is not None:
-            self.found.key_bias[tile.batches, heads, tile.keys] += padded[..., zeros:].sum(2)
+            self.found.key_bias[tile.batches, heads, tile.keys] += logits_grad.sum(2)
         if self.network_grad is not None and self.bias.network is not None:
             # With a network, each part has one row of the batch.
-            self.bias.network.add_gradients(self.network_grad, tile, heads, padded[0, ..., zeros:])
+            self.bias.network.add_gradients(self.network_grad, tile, heads, logits_grad[0])
         if self.table_grad is not None:
             here = slice(heads.start - self.part.heads.start, heads.stop - self.part.heads.start)
             first = tile.batches.start - self.part.batches.start
             for text, one in enumerate(tile.texts()):
                 of_text = self.table_grad[first + text, here]
-                self.problem.distances.add(of_text, one, padded[text : text + 1])
+                self.problem.distances.add(of_text, one, logits_grad[text : text + 1])
 
     def _with_new_softmax(self, tiles: list[Tile], heads: slice, queries: _Queries) -> None:
         """Add the gradients from queries whose softmax is recomputed. ``tiles`` contain all keys that they look at."""

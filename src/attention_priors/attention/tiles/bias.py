@@ -19,7 +19,7 @@ from torch.nn.functional import pad
 
 from attention_priors.attention.geometry import Geometry
 from attention_priors.attention.grids import Grids
-from attention_priors.attention.tiles.arithmetic import diagonals, write_affine
+from attention_priors.attention.tiles.arithmetic import diagonals, ended_diagonals, write_affine
 from attention_priors.attention.tiles.grid_table import GridTable
 from attention_priors.attention.tiles.tiling import Tile, Tiling
 from attention_priors.precision import NEAR
@@ -57,8 +57,8 @@ class Scratch:
         if size > len(self._numbers):
             # An inference tensor could not be written to later, where gradients are needed.
             with torch.inference_mode(False):
-                # The buffer at least doubles, because causal tiles grow step by step. Free the smaller buffer first.
-                enough, (_, dtype, device) = max(size, 2 * len(self._numbers)), self._place
+                # The buffer doubles if it will be kept, because causal tiles grow step by step. Free the smaller first.
+                enough, (_, dtype, device) = max(size, min(2 * len(self._numbers), KEPT_NUMBERS)), self._place
                 vars(_kept).get("numbers", {}).pop(self._place, None)
                 del self._numbers
                 self._numbers = torch.empty(enough, dtype=dtype, device=device)
@@ -157,15 +157,14 @@ class Distances:
         else:
             write_affine(self.read(table, tile), row, scale, out)
 
-    def add(self, table: Tensor, tile: Tile, padded: Tensor) -> None:
+    def add(self, table: Tensor, tile: Tile, numbers: Tensor) -> None:
         """Add a tile's numbers to their entries of ``table (h, N)``: the transpose of :meth:`read`.
 
         Args:
             table: table that receives the numbers.
             tile: tile of the numbers.
-            padded: contiguous ``(b, h, n, n + e)``: ``n`` columns of zeros, then the numbers.
+            numbers: contiguous ``(b, h, n, e)``, 0 where a key is hidden.
         """
-        numbers = padded[..., padded.shape[-2] :]
         if self._grid is not None:
             self._grid.add(table, tile, numbers)
         elif self.geometry.offset is None:
@@ -174,9 +173,19 @@ class Distances:
             for part, places in zip(numbers if len(index) > 1 else numbers.sum(0, keepdim=True), index, strict=True):
                 table.index_add_(1, places.flatten(), part.flatten(1))
         else:
-            here = table[:, self.place(tile) :]
-            sums = diagonals(padded)[..., : here.shape[1]].sum((0, 2))
-            here[:, : sums.shape[1]] += sums
+            place, last = self.place(tile), tile.stop + self.geometry.offset
+            if self.geometry.causal and tile.last == last:
+                # All later columns are hidden, so zeros follow the last distance.
+                table[:, place] += numbers[:, :, 0, 0].sum(0)
+                first, sums = place + 1, ended_diagonals(numbers)
+            else:
+                rows, keys = tile.shape
+                padded = Scratch("padded", numbers.dtype, numbers.device).of(*numbers.shape[:-1], rows + keys)
+                padded[..., :rows] = 0
+                padded[..., rows:] = numbers
+                first, sums = place, diagonals(padded)
+            here = table[:, first : first + sums.shape[-1]]
+            here += sums[..., : here.shape[1]].sum((0, 2))
 
 
 class Bias:

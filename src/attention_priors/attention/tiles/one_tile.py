@@ -89,8 +89,7 @@ def backward(
         bias_grad = pad(logits_grad.sum(2), outside)
     if problem.table is not None and wanted[0]:
         table_grad = torch.zeros_like(problem.table, dtype=problem.dtype)
-        # Distances.add needs as many columns of zeros as there are rows.
-        problem.distances.add(table_grad, tile, pad(logits_grad.flip(2), (tile.shape[0], 0)))
+        problem.distances.add(table_grad, tile, logits_grad.flip(2))
     if bias_of.network is not None and wanted[3]:
         of_texts = [bias_of.network.zero_gradients() for _ in tile.texts()]
         for of_text, text, numbers in zip(of_texts, tile.texts(), logits_grad.flip(2), strict=True):

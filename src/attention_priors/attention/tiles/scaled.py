@@ -95,8 +95,7 @@ class ScaledBias:
         row, table = self._read(text)
         x_grad = x_grad.view(1, rows, keys)
         found.row[text.rows] += torch.linalg.vecdot(x_grad, table).squeeze(0).flip(-1)
-        # Distances.add needs as many columns of zeros as there are rows.
-        self.distances.add(found.distance, text, pad(x_grad * row, (rows, 0)).unsqueeze(0))
+        self.distances.add(found.distance, text, (x_grad * row).unsqueeze(0))
 
     def _read(self, text: Tile) -> tuple[Tensor, Tensor]:
         """Return ``u`` of the tile's queries, ``(1, n, 1)``, and ``ψ`` of its pairs, ``(1, n, e)``."""
