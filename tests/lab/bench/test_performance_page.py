@@ -34,9 +34,12 @@ def pieces(text: str) -> list[str]:
 def measured(folder: str) -> dict[str, set[str]]:
     """Return the texts of all cells of the results' tables, by the label of the way."""
     said: dict[str, set[str]] = {}
-    if folder == "benchmarks/attached":
-        for row in json.loads((DOCS / f"{folder}.json").read_text(encoding="utf-8"))["results"]:
-            said.setdefault(row["attached"], set()).update((f"{row['milliseconds']:.3g} ms", f"{row['ratio']:.2f}×"))
+    of_models = DOCS / f"{folder}.json"
+    if of_models.exists():
+        for row in json.loads(of_models.read_text(encoding="utf-8"))["results"]:
+            time = row["milliseconds"]
+            text = f"{time:.3g} ms" if time < 1000 else f"{time / 1000:.3g} s"
+            said.setdefault(row["attached"], set()).update((text, f"{row['ratio']:.2f}×"))
         return said
     results = json.loads((DOCS / folder / "results.json").read_text(encoding="utf-8"))
     for table in tables_of(results):
