@@ -9,9 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from attention_priors.attention import attend
 from attention_priors.attention.geometry import Geometry
 from attention_priors.attention.problem import make_problem
 from attention_priors.attention.tiles.tiling import Tile, Tiling, divide
+from attention_priors.priors import GeneralizedGaussian
 
 
 def geometry_of(case: Case) -> Geometry:
@@ -143,3 +145,17 @@ def test_a_window_computes_few_hidden_pairs() -> None:
         for rows, keys in (tile.shape for tile in strip)
     )
     assert pairs <= 1.5 * 256 * 20000
+
+
+@pytest.mark.parametrize(("queries", "keys"), [(1, 1), (3, 4), (200, 300)])
+def test_a_prior_learns_nothing_if_all_keys_are_in_the_future(queries: int, keys: int) -> None:
+    prior, length = GeneralizedGaussian(2, learn=True), queries + keys
+    query, key, value = (torch.randn(1, 2, number, 8) for number in (queries, keys, keys))
+    positions = torch.arange(length).unsqueeze(0)
+    options: dict[str, Any] = {"query_positions": positions[:, :queries], "key_positions": positions[:, queries:]}
+    out = attend(query, key, value, prior, backend="toeplitz", **options)
+    out.sum().backward()
+    assert not out.any()
+    for parameter in prior.parameters():
+        assert parameter.grad is not None
+        assert not parameter.grad.any()

@@ -165,6 +165,8 @@ class Distances:
             tile: tile of the numbers.
             numbers: contiguous ``(b, h, n, e)``, 0 where a key is hidden.
         """
+        if not numbers.numel():
+            return
         if self._grid is not None:
             self._grid.add(table, tile, numbers)
         elif self.geometry.offset is None:
