@@ -26,11 +26,13 @@ def diagonals(padded: Tensor) -> Tensor:
     return padded.as_strided((*padded.shape[:-1], width - 1), strides, padded.storage_offset() + rows)
 
 
-def ended_diagonals(numbers: Tensor) -> Tensor:
-    """Return a view ``(..., n, e - 1)`` whose columns are the diagonals ``i + j = 1`` to ``e - 1``, without padding.
+def causal_diagonals(numbers: Tensor) -> Tensor:
+    """Return a view ``(..., n, e - 1)`` of a tile that ends at the causal diagonal, without padding.
+
+    Its columns are the diagonals ``i + j = 1`` to ``e - 1``. Entry ``(0, 0)`` is in none of them.
 
     Args:
-        numbers: contiguous ``(..., n, e)``, 0 for all ``i + j >= e``.
+        numbers: contiguous ``(..., n, e)``, 0 for all ``i + j >= e``, which are hidden.
     """
     # As in `diagonals`, a row starts further to the left. Here these places are zeros at the end of the row before.
     columns = numbers.shape[-1]

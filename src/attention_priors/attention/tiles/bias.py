@@ -19,7 +19,7 @@ from torch.nn.functional import pad
 
 from attention_priors.attention.geometry import Geometry
 from attention_priors.attention.grids import Grids
-from attention_priors.attention.tiles.arithmetic import diagonals, ended_diagonals, write_affine
+from attention_priors.attention.tiles.arithmetic import causal_diagonals, diagonals, write_affine
 from attention_priors.attention.tiles.grid_table import GridTable
 from attention_priors.attention.tiles.tiling import Tile, Tiling
 from attention_priors.precision import NEAR
@@ -177,9 +177,9 @@ class Distances:
         else:
             place, last = self.place(tile), tile.stop + self.geometry.offset
             if self.geometry.causal and tile.last == last:
-                # All later columns are hidden, so zeros follow the last distance.
+                # The tile ends at the causal diagonal: entries beyond it are 0.
                 table[:, place] += numbers[:, :, 0, 0].sum(0)
-                first, sums = place + 1, ended_diagonals(numbers)
+                first, sums = place + 1, causal_diagonals(numbers)
             else:
                 rows, keys = tile.shape
                 padded = Scratch("padded", numbers.dtype, numbers.device).of(*numbers.shape[:-1], rows + keys)
