@@ -85,6 +85,10 @@ class Elsewhere(Tensor):
     def device(self) -> torch.device:  # pyright: ignore[reportIncompatibleVariableOverride]
         return torch.device("cuda")
 
+    @property
+    def is_cpu(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return False
+
 
 @contextmanager
 def elsewhere() -> Iterator[None]:

@@ -22,11 +22,12 @@ from transformers import (
     StaticCache,
 )
 
-from attention_priors import Laplace
+from attention_priors import Laplace, attend
 from attention_priors.attention import tables
 from attention_priors.hf import attach, attached_priors, detach, load_model
 from attention_priors.hf.heads import OnHeads
 from attention_priors.hf.loading import check_positions, note_length
+from attention_priors.models import pretrained
 from attention_priors.priors import CATALOGUE
 from thoroughness import each_once
 
@@ -224,6 +225,25 @@ def test_generation_modes_agree(options: dict[str, Any]) -> None:
         assert bool((_log_likelihood(model, found) >= _log_likelihood(model, greedy) - 1e-4).all())
     else:
         assert torch.equal(found, model.generate(IDS, **common))  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.parametrize("name", ["stationary", "alibi, prior unscaled"])
+def test_generated_tokens_skip_the_general_path(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    options = {"prior": "laplace", "logit_scale": {"name": "residual_ssmax", "include_prior": False}}
+    model = scatter(attach(tiny("llama"), **(STATIONARY if name == "stationary" else options)))
+    common: dict[str, Any] = {"max_new_tokens": 10, "do_sample": False, "eos_token_id": None}
+    expected = model.generate(IDS, **common, use_cache=False)
+    queries: list[int] = []
+
+    def counted(query: Tensor, *inputs: Any, **options: Any) -> Tensor:
+        queries.append(query.shape[2])
+        return attend(query, *inputs, **options)
+
+    monkeypatch.setattr(pretrained, "attend", counted)
+    found = model.generate(IDS, **common)
+    assert torch.equal(found, expected)  # pyright: ignore[reportArgumentType]
+    # A layer's first step without gradients caches its table.
+    assert queries == [20] * LAYERS
 
 
 @torch.no_grad()

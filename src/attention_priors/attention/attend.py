@@ -160,7 +160,6 @@ def attend(
         is null_logit
         is None
     )
-    told = getattr(of_thread, "told", ())
     if (
         nothing_else
         and causal is True
@@ -169,7 +168,6 @@ def attend(
         and (tolerance == 0 or (type(tolerance) is float and 0 < tolerance < 1))
         and not return_lse
         and backend == "auto"
-        and not told
     ):
         out = attend_cached(query, key, value, prior, logit_scale, softmax_scale)
         if out is not None:
@@ -196,7 +194,7 @@ def attend(
         key_bias=key_bias,
         null_logit=null_logit,
     )
-    for see in told:
+    for see in getattr(of_thread, "told", ()):
         see(problem)
     out, lse = solve(problem, backend, need_lse=return_lse or problem.null_logit is not None)
     if problem.null_logit is not None:

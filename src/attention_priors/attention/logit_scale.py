@@ -52,14 +52,15 @@ class SSMax(Described, KeepsFloat32):
         """Return ``s``, one number per head."""
         return {"s": self.s.detach()}
 
-    def forward(self, visible_keys: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    def forward(self, visible_keys: Tensor | int, dtype: torch.dtype = torch.float32) -> Tensor:
         """Return the logit scale ``c``, ``(..., H, Lq)``.
 
         Args:
-            visible_keys: number of visible keys ``n``, integers ``(..., 1 or H, Lq)``. The scale of 0 keys is 0.
+            visible_keys: number of visible keys ``n``, integers ``(..., 1 or H, Lq)``, or one integer for ``Lq = 1``.
+                The scale of 0 keys is 0.
             dtype: dtype of the computation and of the result, float32 or float64.
         """
-        return self.s.to(dtype).unsqueeze(-1) * visible_keys.clamp(min=1).to(dtype).log()
+        return self.s.to(dtype).unsqueeze(-1) * _log_beyond(visible_keys, 1, dtype)
 
 
 class ResidualSSMax(SSMax):
@@ -84,10 +85,17 @@ class ResidualSSMax(SSMax):
         check_positive_integers(train_length=train_length)
         self.train_length = train_length
 
-    def forward(self, visible_keys: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    def forward(self, visible_keys: Tensor | int, dtype: torch.dtype = torch.float32) -> Tensor:
         """Return the logit scale ``c``, ``(..., H, Lq)``. The arguments are those of :class:`SSMax`."""
-        beyond = (visible_keys.clamp(min=self.train_length).to(dtype) / self.train_length).log()
-        return self.s.to(dtype).unsqueeze(-1) * beyond + 1
+        return self.s.to(dtype).unsqueeze(-1) * _log_beyond(visible_keys, self.train_length, dtype) + 1
+
+
+def _log_beyond(number: Tensor | int, least: int, dtype: torch.dtype) -> Tensor | float:
+    """Return ``max(0, ln number - ln least)``."""
+    if isinstance(number, int):
+        # A decoding step computes this once per layer, and several small operations would take longer than attention.
+        return math.log(max(number, least) / least)
+    return (number.clamp(min=least).to(dtype) / least).log()
 
 
 LOGIT_SCALES: dict[str, type[SSMax]] = {scale.name: scale for scale in (SSMax, ResidualSSMax)}

@@ -137,7 +137,9 @@ def _is_same(old: Any, new: Any) -> bool:
     if isinstance(old, Tensor):
         return (
             isinstance(new, Tensor)
-            and (new.dtype, new.device, new.requires_grad) == (old.dtype, old.device, old.requires_grad)
+            and new.dtype is old.dtype
+            and new.requires_grad is old.requires_grad
+            and new.device == old.device
             and torch.equal(old, new)
         )
     if type(new) is not type(old):
@@ -161,7 +163,7 @@ class _Kept:
 
     state: _State
     table: Tensor
-    """Log-prior ``(H, N)``. Entry 0 is at the distance ``highest``, and distances fall by one."""
+    """Log-prior ``(1, H, 1, N)``. Entry 0 is at the distance ``highest``, and distances fall by one."""
     highest: int
     asked: int
     """Number of distances in the largest request."""
@@ -169,7 +171,7 @@ class _Kept:
     @cached_property
     def lowest(self) -> int:
         """Distance of the last entry."""
-        return self.highest - self.table.shape[1] + 1
+        return self.highest - self.table.shape[-1] + 1
 
     @cached_property
     def rounded(self) -> Tensor:
@@ -186,8 +188,8 @@ class _Kept:
 
     def between(self, highest: int, lowest: int, dtype: torch.dtype) -> Tensor:
         """Return the entries for ``highest, highest - 1, ..., lowest``."""
-        table, start = self.table if dtype == torch.float64 else self.rounded, self.highest - highest
-        return table[:, start : start + highest - lowest + 1]
+        table = self.table if dtype == torch.float64 else self.rounded
+        return table.narrow(-1, self.highest - highest, highest - lowest + 1)
 
 
 _kept: WeakKeyDictionary[Prior, _Kept] = WeakKeyDictionary()
@@ -219,9 +221,10 @@ def consecutive_table(
 
 
 def cached_row(prior: Prior, number: int, device: torch.device, dtype: torch.dtype) -> Tensor | None:
-    """Return a prior at the distances ``number - 1, ..., 0`` if :func:`consecutive_table` has cached them, ``(H, N)``.
+    """Return a prior at the distances ``number - 1, ..., 0`` if :func:`consecutive_table` has cached them.
 
-    The result is None for any other prior, and for one that hides keys or is over a grid. The caller needs no gradient.
+    The result is the bias of one query, ``(1, H, 1, N)``. It is None for any other prior, and for one that hides keys
+    or is over a grid. The caller needs no gradient.
     """
     kept = _kept.get(prior)
     if kept is None or prior.over_grid or type(prior).visible_at is not Prior.visible_at:
@@ -318,9 +321,9 @@ def _kept_table(term: Prior, highest: int, lowest: int, device: torch.device, dt
                 asked = max(asked, kept.asked)
         # An inference tensor could not be saved for a later backward pass.
         with torch.inference_mode(False), torch.no_grad():
-            table = _table(term, top, bottom, device)
+            table = _table(term, top, bottom, device)[None, :, None]
         kept = _kept[term] = _Kept(state, table, top, asked)
-    return kept.between(highest, lowest, dtype)
+    return kept.between(highest, lowest, dtype).squeeze((0, 2))
 
 
 def _length_from_0(geometry: Geometry, keys: Tensor) -> int | None:

@@ -173,7 +173,8 @@ def attention_forward(
     if scale is not None and keys.window is not None:
         # Packed documents have no padding between them.
         scale = _WithinWindow(scale, keys.window, None if keys.documents is not None else keys.tokens_in_window())
-    options = {"logit_scale": scale, "softmax_scale": scaling, "dropout_p": dropout, "null_logit": sinks}
+    options: dict[str, Any] = {} if sinks is None else {"null_logit": sinks}
+    options |= {"logit_scale": scale, "softmax_scale": scaling, "dropout_p": dropout}
     out, weights = attend_over(query, key, value, prior, keys, wants_weights, **options)
     return out.contiguous(), weights
 

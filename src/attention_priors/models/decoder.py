@@ -307,14 +307,12 @@ class DecoderAttention(nn.Module):
             )
             return self.o_proj(out.transpose(1, 2).flatten(-2)), None
         keys = keys.last(query.shape[2])
-        options: dict[str, Any] = {
-            "logit_scale": self.logit_scale,
-            "relative": relative,
-            "null_logit": self.null_logit,
-            "key_bias": None if key_bias is None else key_bias[..., : keys.in_use],
-            "tolerance": self.tolerance,
-        }
-        used = relative, self.null_logit
+        if key_bias is not None:
+            key_bias = key_bias[..., : keys.in_use]
+        parts = {"relative": relative, "null_logit": self.null_logit, "key_bias": key_bias}
+        options: dict[str, Any] = {name: part for name, part in parts.items() if part is not None}
+        options |= {"tolerance": self.tolerance} if self.tolerance else {}
+        used, options["logit_scale"] = (relative, self.null_logit), self.logit_scale
         out, weights = attend_over(query, key, value, prior, keys, output_attentions, *used, **options)
         return self.o_proj(out.flatten(-2)), weights
 

@@ -105,6 +105,12 @@ class Keys:
         number = self.in_use
         return (key, value) if number == key.shape[2] else (key[:, :, :number], value[:, :, :number])
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether all keys are in use, from slot 0 on, and no mask but the causal one hides any."""
+        nothing_else = self.documents is self.padding is self.forbidden is self.query_positions is None
+        return nothing_else and self.causal and self.end == self.num_keys and not self.key_offset
+
     def options(self, prior: Prior | None) -> dict[str, Any]:
         """Return the arguments of :func:`attend` for trimmed keys; None for values that :func:`attend` computes itself.
 

@@ -22,6 +22,7 @@ from attention_priors.attention import (
     logit_scale,
     logit_scale_from_config,
 )
+from attention_priors.attention.attend import attend_cached
 from attention_priors.checks import check_booleans
 from attention_priors.config import FORMAT, check_can_be_built, check_format
 from attention_priors.encodings import Encoding
@@ -240,19 +241,29 @@ def attend_over(
     keys: Keys,
     wants_weights: bool,
     *used: nn.Module | None,
+    logit_scale: SSMax | None = None,
+    softmax_scale: float | None = None,
+    dropout_p: float = 0.0,
     **options: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """Compute attention of a layer's queries, ``(B, H, L, D)``, over the keys of a call.
 
     ``key`` and ``value`` have the slots of the cache, of which the last may be empty. ``keys`` holds positions and
     masks. ``used`` are other modules whose parameters attention reads (see :func:`beside`). ``options`` are further
-    arguments of :func:`attend`. With ``wants_weights``, the dense formula computes the weights too.
+    arguments of :func:`attend`; with any, even None, a decoding step takes longer. With ``wants_weights``, the dense
+    formula computes the weights too.
 
     Returns:
         Output ``(B, L, H, Dv)``, and the weights ``(B, H, L, num_keys)`` or None.
     """
+    if keys.is_plain and not (dropout_p or options or wants_weights):
+        # Most decoding steps need nothing of what follows, and this runs once per layer and token.
+        out = attend_cached(query, key, value, prior, logit_scale, softmax_scale)
+        if out is not None:
+            return out.transpose(1, 2), None
     key, value = keys.trim(key, value)
-    options = keys.options(prior) | options
+    options |= keys.options(prior)
+    options |= {"logit_scale": logit_scale, "softmax_scale": softmax_scale, "dropout_p": dropout_p}
     weights = None
     with beside(query, prior, *used):
         if wants_weights:

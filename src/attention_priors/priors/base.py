@@ -122,7 +122,7 @@ class Prior(Described, KeepsFloat32):
         super().__init__()
         check_positive_integers(num_heads=num_heads)
         self.num_heads = num_heads
-        self._attributes: dict[str, str] = {}
+        self._attributes: tuple[tuple[str, str], ...] = ()
 
     @classmethod
     def examples(cls, num_heads: int) -> tuple[Prior, ...]:
@@ -283,12 +283,12 @@ class Prior(Described, KeepsFloat32):
                     f"learn={learn!r}: {type(self).__name__} can learn {', '.join(self.learnable)}, not {name!r}"
                 )
         self.learn = tuple(name for name in self.learnable if name in chosen)
-        self._attributes = attributes
+        self._attributes = tuple(attributes.items())
         self.freeze_what_is_fixed()
 
     def freeze_what_is_fixed(self) -> None:
         """Make exactly the parameters in ``learn`` trainable, where loading a checkpoint created new parameters."""
-        for name, attribute in self._attributes.items():
+        for name, attribute in self._attributes:
             getattr(self, attribute).requires_grad_(name in self.learn)
 
     # ---- composition

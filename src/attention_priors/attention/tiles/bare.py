@@ -180,7 +180,7 @@ def _forward(
     if row_scale is not None and table is not None and scales_prior and not learning:
         apart = not bool((row_scale > 0).all())  # a positive scale keeps a mask of -inf
     if table is None:
-        bias = query.new_zeros(1, dtype=dtype)
+        bias = query.new_zeros(1, 1, 1, 1, dtype=dtype)
     else:
         table = table.to(dtype).clamp(min=LOWEST)
         if inside is not None and not apart:

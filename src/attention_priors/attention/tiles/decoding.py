@@ -6,10 +6,13 @@ checked problem and the plan (:func:`attend_cached`).
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
 from attention_priors.attention.logit_scale import SSMax
+from attention_priors.attention.observe import of_thread
 from attention_priors.attention.operator import nobody_watches
 from attention_priors.attention.plan import Plan
 from attention_priors.attention.problem import Problem
@@ -33,18 +36,17 @@ def attend_cached(
     Returns:
         Output ``(B, H, 1, Dv)``. None for any other or invalid arguments, which :func:`attend` checks.
     """
-    if torch.compiler.is_compiling():
-        return None
     if not (
-        type(query) is type(key) is type(value) is Tensor
+        nobody_watches(query)
+        and not getattr(of_thread, "told", ())
+        and type(query) is type(key) is type(value) is Tensor
         and query.dim() == key.dim() == 4
         and is_one_on_cpu(query)
-        and nobody_watches(query)
         and torch._C._get_tracing_state() is None
         and not torch.is_autocast_enabled("cpu")
         and isinstance(prior, Prior)
         and (logit_scale is None or isinstance(logit_scale, SSMax))
-        and (softmax_scale is None or (type(softmax_scale) is float and 0 < softmax_scale < float("inf")))
+        and (softmax_scale is None or (type(softmax_scale) is float and 0 < softmax_scale < math.inf))
     ):
         return None
     batch, heads, _, width = query.shape
@@ -67,7 +69,7 @@ def attend_cached(
     scaling = float(width**-0.5 if softmax_scale is None else softmax_scale)
     if logit_scale is None:
         return _attend(query, key, value, bias, None, False, scaling)
-    scale = logit_scale(torch.full((1, 1, 1), number), query.dtype)
+    scale = logit_scale(number, query.dtype)
     return _attend(query, key, value, bias, scale, logit_scale.include_prior, scaling)
 
 
@@ -91,6 +93,8 @@ def attend_one(problem: Problem, plan: Plan) -> Tensor | None:
             # Subtract the last key's bias before rounding.
             part = (part - part[..., -1:]).to(dtype)
             bias = part if bias is None else bias + part
+    if bias is not None:
+        bias = bias.reshape(-1, query.shape[1], 1, number)
     return _attend(
         query, problem.key, problem.value, bias, problem.row_scale, problem.scales_prior, problem.softmax_scale
     )
@@ -105,8 +109,7 @@ def _attend(
     scales_prior: bool,
     softmax_scale: float,
 ) -> Tensor | None:
-    """Compute one query per text with the bias ``(B, H, Lk)`` or ``(H, Lk)``; None if a row is too far from 0."""
-    bias = None if bias is None else bias.unsqueeze(-2)
+    """Compute one query per text with the bias ``(1 or B, H, 1, Lk)``; None if a row is too far from 0."""
     if row_scale is not None:
         scale = row_scale.unsqueeze(-1)
         query = query * scale

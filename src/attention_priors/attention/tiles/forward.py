@@ -217,19 +217,20 @@ def _merge(before: _Found, found: _Found) -> _Found:
 def attend_plain(
     query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, blind: Tensor | None, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """Compute plain attention with a bias, and its log-sum-exp. Queries that are ``blind`` see no key."""
-    _, heads, rows, _ = query.shape
+    """Compute plain attention with a bias ``(1 or B, 1 or H, 1 or Lq, Lk)``, and its log-sum-exp.
+
+    Queries that are ``blind`` see no key.
+    """
     if not key.shape[2]:
         lse = query.new_full(query.shape[:-1], -math.inf, dtype=compute_dtype_of(query))
         return query.new_zeros(*query.shape[:-1], value.shape[-1]), lse
     is_small = query.numel() * key.shape[2] <= SMALL_PRODUCT and key.shape[-1] == value.shape[-1]
     if is_one_on_cpu(query) and not is_small:
         out, lse = _attend_one(query, key, value, bias, scale)
-    elif query.device.type == "cpu":
-        bias = None if bias is None else bias.expand(len(query), heads, rows, -1)
+    elif query.is_cpu:
         out, lse = FLASH_ON_CPU(query, key, value, attn_mask=bias, scale=scale)
     else:
-        key, value = (x.repeat_interleave(heads // x.shape[1], dim=1) for x in (key, value))
+        key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], dim=1) for x in (key, value))
         # Products of half-precision numbers are exact in float32. In half precision, logits and log-sum-exps would be
         # rounded.
         compute = compute_dtype_of(query)
@@ -241,7 +242,7 @@ def attend_plain(
 
 def is_one_on_cpu(query: Tensor) -> bool:
     """Return whether :func:`_attend_one` supports the query: one per row of the batch, on the CPU."""
-    return query.device.type == "cpu" and query.shape[2] == 1 and query.dtype in (torch.float32, torch.float64)
+    return query.is_cpu and query.shape[2] == 1 and query.dtype in (torch.float32, torch.float64)
 
 
 def _attend_one(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
