@@ -107,7 +107,7 @@ def _(like: Tensor, batch: int, heads: int, num_queries: int, num_keys: int, *ar
 
 def count_visible_keys(geometry: Geometry, like: Tensor) -> Tensor:
     """Return the number of keys that each query may see, ``(B, H or 1, Lq)``, on the device of ``like``."""
-    if nobody_watches(like):
+    if nobody_watches(like, learning=True):  # counts have no gradient
         return geometry.visible_keys
     if torch.compiler.is_exporting():
         visible = geometry.visible()

@@ -10,7 +10,9 @@ def write_affine(entries: Tensor, row: Tensor | None, scale: Tensor | None, out:
     """Write ``entries · scale + row`` to ``out`` and return ``out``. Inputs broadcast; None skips an operation."""
     entries = entries.expand_as(out)
     if scale is not None:
-        return torch.mul(entries, scale, out=out) if row is None else torch.addcmul(row, entries, scale, out=out)
+        # With a number per query, ``addcmul`` takes three times as long as both operations.
+        scaled = torch.mul(entries, scale, out=out)
+        return scaled if row is None else scaled.add_(row)
     return out.copy_(entries) if row is None else torch.add(entries, row, out=out)
 
 
