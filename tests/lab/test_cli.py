@@ -128,7 +128,7 @@ def test_brackets_in_errors_are_shown_literally(fail):
 
 def test_unknown_schemes_are_named(fail, tmp_path):
     message = fail("small.yaml", "--only", "RoPE", corpus={"source": "nowhere"})
-    assert "unknown scheme 'RoPE'; the recipe has ALiBi" in message
+    assert "unknown scheme 'RoPE'; the recipe has 'ALiBi'" in message
     assert [path.name for path in tmp_path.iterdir()] == ["small.yaml"]
 
 

@@ -79,6 +79,9 @@ def test_schemes_know_their_training_length():
     results = Results.of([STUDY, *schemes])
     assert [results.context_length(name) for name in results.names] == [128, 64]
     assert results.context_lengths == [64, 128]
+    pretrained = Results.of([STUDY, *(scheme | {"pretrained_length": 100} for scheme in schemes)])
+    assert pretrained.context_lengths == [100, 128]
+    assert [pretrained.row_length(name) for name in pretrained.names] == [128, 64]
     assert Results.of([STUDY | {"recipe": {}, "images": {}}, *SCHEMES]).context_lengths == []
     for length in (None, 0, "160"):
         broken = Results.of([STUDY | {"recipe": {"training": {"context_length": length}}}, *SCHEMES])

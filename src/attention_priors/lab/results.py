@@ -6,7 +6,7 @@
   ``created``, ``wall_seconds``, and ``corpus`` or ``images``.
 - ``scheme`` (in display order): ``scheme``, ``description``, ``context_length`` of the last training in tokens,
   ``parameters``, ``prior_parameters``. A sweep that compares schemes adds ``axes``. An extended context adds
-  ``extended_from``.
+  ``extended_from``. A checkpoint that states its length adds ``pretrained_length``.
 - All other rows name ``scheme``, ``seed`` and the fields of :data:`FIELDS`.
 
 Kinds of rows:
@@ -114,15 +114,20 @@ class Results:
 
     @property
     def context_lengths(self) -> list[int]:
-        """Distinct lengths in tokens of the last training of each scheme, ascending; empty for image classifiers."""
+        """Distinct training lengths of the schemes in tokens, ascending; empty for image classifiers."""
         return [] if self.of_images else sorted({self.context_length(name) for name in self.names})
 
     def context_length(self, scheme: str) -> int:
-        """Return the length in tokens of the last training of a scheme.
+        """Return the training length of a scheme in tokens: of its checkpoint, or of its last training if longer.
 
         Raises:
             ValueError: Neither the scheme nor the recipe has a valid length.
         """
+        entry = next(entry for entry in self.schemes if entry["scheme"] == scheme)
+        return max(self.row_length(scheme), entry.get("pretrained_length", 0))
+
+    def row_length(self, scheme: str) -> int:
+        """Return the row length of the last training of a scheme in tokens. Errors are as in :meth:`context_length`."""
         entry = next(entry for entry in self.schemes if entry["scheme"] == scheme)
         length = entry.get("context_length", self.study["recipe"].get("training", {}).get("context_length"))
         if not isinstance(length, int) or length < 1:

@@ -254,7 +254,7 @@ def test_the_command_writes_the_report_of_a_finished_comparison(copy, tiny, tmp_
 
 def test_an_unknown_scheme_changes_nothing(copy, tiny, quiet):
     before = _snapshot(copy)
-    with pytest.raises(RecipeError, match=r"unknown scheme 'RoPE'; the recipe has ALiBi, BAM \+ SSMax"):
+    with pytest.raises(RecipeError, match=r"unknown scheme 'RoPE'; the recipe has 'ALiBi', 'BAM \+ SSMax'"):
         compare(tiny(), copy, only=["ALiBi", "RoPE"], console=quiet)
     assert _snapshot(copy) == before
 

@@ -302,5 +302,5 @@ def test_impossible_texts_are_named_before_any_work(tiny, tmp_path, quiet, chang
 
 
 def test_patterns_select_schemes(tiny, tmp_path, quiet):
-    with pytest.raises(RecipeError, match=r"unknown scheme 'RoPE\*'; the recipe has ALiBi"):
+    with pytest.raises(RecipeError, match=r"unknown scheme 'RoPE\*'; the recipe has 'ALiBi'"):
         compare(tiny(), tmp_path / "out", only=["RoPE*"], console=quiet)

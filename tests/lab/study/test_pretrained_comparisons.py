@@ -95,6 +95,8 @@ def test_rows_describe_the_changes(finished: Path) -> None:
         "attach(layers=[1], drop_positions=True)"
     )
     assert {row["layer"] for row in of_kind(rows, "prior")} == {1}
+    # As in the checkpoint's config. YaRN doubles the length in the config of its own models.
+    assert {row["pretrained_length"] for row in of_kind(rows, "scheme")} == {200}
     steps = {row["scheme"]: row["steps"] for row in of_kind(rows, "run")}
     assert steps == {"as it is": 0, "YaRN, untrained": 0, "YaRN": 3, "prior in layer 1": 3}
 

@@ -405,7 +405,7 @@ def training(results: Results) -> Table:
             continue
         minutes, loss = runs.train_seconds.mean(skipna=False) / 60, over_seeds([*runs.final_loss])
         seeds, steps = (", ".join(map(str, sorted(runs[key].unique()))) for key in ("seed", "steps"))
-        length = [] if of_images else [str(results.context_length(name))]
+        length = [] if of_images else [str(results.row_length(name))]
         size = [str(entry["parameters"]), str(entry["prior_parameters"])]
         spent = _tenths(minutes) if math.isfinite(minutes) else ABSENT
         final = _thousandths(loss.mean) if of_images else Cell.of(loss, _thousandths)

@@ -177,7 +177,7 @@ def _chosen(recipe: Recipe | ImageRecipe, only: Sequence[str], seeds: Sequence[i
     for pattern in only:
         found = {name for name in recipe.schemes if name == pattern or fnmatchcase(name, pattern)}
         if not found:
-            raise RecipeError(f"unknown scheme {pattern!r}; the recipe has {', '.join(recipe.schemes)}")
+            raise RecipeError(f"unknown scheme {pattern!r}; the recipe has {', '.join(map(repr, recipe.schemes))}")
         schemes |= found
     return [run for run in _runs(recipe) if run[0] in (schemes or recipe.schemes) and run[1] in (seeds or recipe.seeds)]
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from attention_priors._io import read_json
+from attention_priors.hf.loading import load_config
 from attention_priors.lab.machine import now
 from attention_priors.lab.results import FIELDS, FORMAT, recipe_sha256
 from attention_priors.lab.strict_yaml import RecipeError
@@ -57,6 +58,8 @@ def collect(
         models += [(model, seed, folder) for model, folder in planned if (folder / "done.json").exists()]
     answers = [measured_plans(recipe, model.scheme, folder) for model, _, folder in models]
     check_texts((folder, plans) for (_, _, folder), plans in zip(models, answers, strict=True))
+    start = None if recipe.pretrained is None else load_config(recipe.pretrained)
+    pretrained_length = getattr(start, "max_position_embeddings", None)
     found: list[ModelResults] = []
     for (model, seed, folder), plans in zip(models, answers, strict=True):
         training, done = read_json(folder / "training.json"), read_json(folder / "done.json")
@@ -74,7 +77,9 @@ def collect(
                 for when, of in (("before", run), ("after", folder))
             }
             rows.append({"row": "extension"} | lengths | {"steps": training["steps"], "loss": losses})
-        found.append(ModelResults(_scheme_row(recipe, model, training), seed, [training, done, *plans], rows))
+        found.append(
+            ModelResults(_scheme_row(recipe, model, training, pretrained_length), seed, [training, done, *plans], rows)
+        )
     kinds = ["study", "scheme", *FIELDS]
     rows = study_rows(recipe, recipe.model_names, found, wall_seconds, corpus=corpus)
     return sorted(rows, key=lambda row: kinds.index(row["row"]))
@@ -175,7 +180,7 @@ _LONGEST_VALUE = 60
 """Longest argument in a description, in characters."""
 
 
-def _scheme_row(recipe: Recipe, model: ModelPlan, training: Row) -> Row:
+def _scheme_row(recipe: Recipe, model: ModelPlan, training: Row, pretrained_length: int | None) -> Row:
     own = recipe.schemes[model.scheme]
     positions = {field: getattr(model.positions, field) for field in POSITION_FIELDS}
     description = describe(own.model_copy(update=positions), recipe.pretrained is not None)
@@ -195,6 +200,8 @@ def _scheme_row(recipe: Recipe, model: ModelPlan, training: Row) -> Row:
         "parameters": training["parameters"],
         "prior_parameters": training["prior_parameters"],
     }
+    if pretrained_length is not None:
+        entry["pretrained_length"] = pretrained_length
     if axes:
         entry["axes"] = axes
     if model.way is not None:
