@@ -201,6 +201,7 @@ def test_count_passes_opcheck(options: dict[str, Any], monkeypatch: pytest.Monke
     calls: list[tuple[Any, ...]] = []
     count = operators._visible_keys
     monkeypatch.setattr(operators, "_visible_keys", lambda *x: calls.append(x) or count(*x))
+    monkeypatch.setattr(operators, "nobody_watches", lambda *x, **options: False)
     attend(*inputs(), logit_scale=SSMax(H), **options)
     torch.library.opcheck(torch.ops.attention_priors.visible_keys.default, calls[0])
 

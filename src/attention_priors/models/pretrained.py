@@ -256,7 +256,7 @@ def attend_over(
     Returns:
         Output ``(B, L, H, Dv)``, and the weights ``(B, H, L, num_keys)`` or None.
     """
-    if keys.is_plain and not (dropout_p or options or wants_weights):
+    if keys.is_plain and key.shape[2] == keys.num_keys and not (dropout_p or options or wants_weights):
         # Most decoding steps need nothing of what follows, and this runs once per layer and token.
         out = attend_cached(query, key, value, prior, logit_scale, softmax_scale)
         if out is not None:

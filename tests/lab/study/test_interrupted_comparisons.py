@@ -355,7 +355,7 @@ def test_position_changes_without_steps_apply_after_training(tiny, finished, tmp
 def test_a_tolerance_at_evaluation_does_not_apply_in_training(tiny, finished, tmp_path, monkeypatch):
     seen: dict[bool, set[float]] = {True: set(), False: set()}
 
-    def watched(query: torch.Tensor, *arguments: Any, tolerance: float, **options: Any) -> torch.Tensor:
+    def watched(query: torch.Tensor, *arguments: Any, tolerance: float = 0.0, **options: Any) -> torch.Tensor:
         seen[torch.is_grad_enabled()].add(tolerance)
         return attend(query, *arguments, tolerance=tolerance, **options)
 
