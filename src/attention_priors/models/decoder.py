@@ -311,8 +311,10 @@ class DecoderAttention(nn.Module):
             key_bias = key_bias[..., : keys.in_use]
         parts = {"relative": relative, "null_logit": self.null_logit, "key_bias": key_bias}
         options: dict[str, Any] = {name: part for name, part in parts.items() if part is not None}
-        options |= {"tolerance": self.tolerance} if self.tolerance else {}
-        used, options["logit_scale"] = (relative, self.null_logit), self.logit_scale
+        if self.tolerance:
+            options["tolerance"] = self.tolerance
+        options["logit_scale"] = self.logit_scale
+        used = relative, self.null_logit
         out, weights = attend_over(query, key, value, prior, keys, output_attentions, *used, **options)
         return self.o_proj(out.flatten(-2)), weights
 
