@@ -133,6 +133,27 @@ def test_any_other_option_uses_the_general_path(options: dict[str, Any]) -> None
             torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
 
+def test_steps_without_key_bounds_ignore_a_tolerance() -> None:
+    prior = cached(Laplace(4))
+    with torch.no_grad(), general_path() as calls:
+        found = attend(*inputs(), prior, tolerance=1e-9)
+        assert not calls
+        torch.testing.assert_close(found, attend(*inputs(), prior, backend="reference"), rtol=1e-5, atol=1e-5)
+
+
+def test_logit_scales_of_ones_own_need_not_take_an_integer() -> None:
+    class Root(SSMax):
+        def forward(self, visible_keys: torch.Tensor | int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+            assert isinstance(visible_keys, torch.Tensor)
+            return self.s.to(dtype).unsqueeze(-1) * visible_keys.to(dtype).sqrt()
+
+    prior = cached(Laplace(4))
+    with torch.no_grad():
+        found = attend(*inputs(), prior, logit_scale=Root(4))
+        expected = attend(*inputs(), prior, logit_scale=Root(4), backend="reference")
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
 def test_observers_and_gradients_use_the_general_path() -> None:
     prior = cached(Laplace(4))
     seen: list[object] = []

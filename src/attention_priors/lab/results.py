@@ -123,16 +123,19 @@ class Results:
         Raises:
             ValueError: Neither the scheme nor the recipe has a valid length.
         """
-        entry = next(entry for entry in self.schemes if entry["scheme"] == scheme)
-        return max(self.row_length(scheme), entry.get("pretrained_length", 0))
+        return max(self.row_length(scheme), self._entry(scheme).get("pretrained_length", 0))
 
     def row_length(self, scheme: str) -> int:
         """Return the row length of the last training of a scheme in tokens. Errors are as in :meth:`context_length`."""
-        entry = next(entry for entry in self.schemes if entry["scheme"] == scheme)
-        length = entry.get("context_length", self.study["recipe"].get("training", {}).get("context_length"))
+        length = self._entry(scheme).get(
+            "context_length", self.study["recipe"].get("training", {}).get("context_length")
+        )
         if not isinstance(length, int) or length < 1:
             raise ValueError(f"context_length of {scheme!r} must be a positive integer (tokens), got {length!r}")
         return length
+
+    def _entry(self, scheme: str) -> Row:
+        return next(entry for entry in self.schemes if entry["scheme"] == scheme)
 
     @classmethod
     def of(cls, rows: Iterable[Row]) -> Results:

@@ -107,7 +107,10 @@ class Keys:
 
     @property
     def is_plain(self) -> bool:
-        """Whether all keys are in use, from slot 0 on, and no mask but the causal one hides any."""
+        """Whether all keys are in use, from slot 0 on, and no mask but the causal one hides any.
+
+        A window does not count, because callers add it to the prior.
+        """
         nothing_else = self.documents is self.padding is self.forbidden is self.query_positions is None
         return nothing_else and self.causal and self.end == self.num_keys and not self.key_offset
 

@@ -1,4 +1,4 @@
-"""One-pass arithmetic on the numbers of a tile."""
+"""Arithmetic on the numbers of a tile."""
 
 from __future__ import annotations
 

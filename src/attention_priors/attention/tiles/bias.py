@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 
 KEPT_NUMBERS = 2**20
 """Largest working buffer that a thread keeps, in numbers: 4 MiB in float32."""
-FEW = 32
-"""Numbers that Python compares sooner than an operation of PyTorch starts."""
+FEW_ROWS = 32
+"""Largest number of rows whose log-sum-exps Python compares before PyTorch has started an operation."""
 
 _kept = threading.local()
 
@@ -80,7 +80,7 @@ def far_rows(lse: Tensor) -> Tensor | None:
     Rows that see no key do not count.
     """
     # Usually, the two extremes suffice. They are not worth an operation in a decoding step.
-    ends = lse.flatten().tolist() if lse.numel() <= FEW else map(float, lse.detach().aminmax())
+    ends = lse.flatten().tolist() if lse.numel() <= FEW_ROWS else map(float, lse.detach().aminmax())
     if all(-NEAR <= end <= NEAR for end in ends):
         return None
     far = lse.isnan() if lse.dtype == torch.float64 else is_far(lse)

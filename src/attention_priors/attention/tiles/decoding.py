@@ -11,7 +11,7 @@ import math
 import torch
 from torch import Tensor
 
-from attention_priors.attention.logit_scale import SSMax
+from attention_priors.attention.logit_scale import ResidualSSMax, SSMax
 from attention_priors.attention.observe import of_thread
 from attention_priors.attention.operator import nobody_watches
 from attention_priors.attention.plan import Plan
@@ -45,7 +45,8 @@ def attend_cached(
         and torch._C._get_tracing_state() is None
         and not torch.is_autocast_enabled("cpu")
         and isinstance(prior, Prior)
-        and (logit_scale is None or isinstance(logit_scale, SSMax))
+        # Other logit scales may not take an integer.
+        and (logit_scale is None or type(logit_scale) in (SSMax, ResidualSSMax))
         and (softmax_scale is None or (type(softmax_scale) is float and 0 < softmax_scale < math.inf))
     ):
         return None
