@@ -275,7 +275,7 @@ class _Backward:
     def _add(self, tile: Tile, heads: slice, weights: Tensor, factor: Tensor, queries: _Queries, key: Tensor) -> None:
         """Add a tile's part of every gradient. The gradient of its logits is ``weights · factor``.
 
-        The product may overwrite ``factor``.
+        ``weights`` and ``factor`` are overwritten.
         """
         (query, out_grad, query_grad), keys = queries, tile.shape[1]
         logits_grad = torch.mul(weights, factor, out=self.scratch[1].of(*weights.shape))
@@ -291,7 +291,7 @@ class _Backward:
         if self.problem.row_scale is not None:
             if self.found.row_scale is not None:
                 log_prior = self.here.log_prior(tile, heads)
-                moments = torch.mul(logits_grad, log_prior, out=self.scratch[2].of(*logits_grad.shape))
+                moments = torch.mul(logits_grad, log_prior, out=weights.view(logits_grad.shape))
                 tile.cut_rows(self.found.row_scale, heads).add_(moments.sum(-1).flip(-1))
             if any(x is not None for x in (self.table_grad, self.found.key_bias, self.network_grad)):
                 logits_grad *= self.bias.scale(tile, heads)

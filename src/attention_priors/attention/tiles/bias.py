@@ -220,6 +220,8 @@ class Bias:
         self.in_memory = tiling.masked or added or self.geometry.offset is None
         """Whether a tile's bias must be in memory. Otherwise, it is a view of a table."""
         self._scratch = Scratch("bias", self.dtype, self.geometry.device)
+        self._table_hides = self.geometry.offset is not None and problem.scale_keeps_masks
+        """Whether the table holds ``-inf`` for hidden distances. Otherwise, a mask is added to the bias."""
         self._set_table(None if table is None else table.to(self.dtype))
         self._constant: Tensor | None = None
         self._first_head = 0
@@ -230,16 +232,17 @@ class Bias:
         self._mask_of: tuple[Tile, Tensor | None] | None = None
 
     def _set_table(self, table: Tensor | None) -> None:
+        self._table = self._finite = table
         if table is not None:
-            table, missing = table if self.unit == 1.0 else table * self.unit, self.distances.overhang
-            future = 0.0
-            if not self.in_memory:
-                # A view contains only the table, so the table itself must hide distances.
+            finite, missing = table if self.unit == 1.0 else table * self.unit, self.distances.overhang
+            table, future = finite, 0.0
+            if self._table_hides:
                 future = float("-inf")
                 if self._hides_entries and self.problem.hidden is not None:
                     table = table + self.problem.hidden[:, : self.distances.number]
-            table = pad(table, (0, missing), value=future) if missing else table
-        self._table = table
+            self._table = pad(table, (0, missing), value=future) if missing else table
+            if self.problem.row_scale is not None:
+                self._finite = pad(finite, (0, missing)) if missing else finite
 
     @property
     def differs_between_heads(self) -> bool:
@@ -342,19 +345,19 @@ class Bias:
 
     def write(self, out: Tensor, tile: Tile, heads: slice, row: Tensor | None) -> Tensor:
         """Write the bias, plus a number per query ``(b, h, n, 1)``, to ``out (b, h, n, e)``."""
-        is_view = self._table is not None and not self.in_memory
-        mask = None if is_view else self.mask(tile, heads)
+        is_hidden = self._table is not None and self._table_hides and not self.tiling.masked
+        mask = None if is_hidden else self.mask(tile, heads)
         # The mask is added after the scaling, because a scale of 0 times -inf would be NaN.
         row, mask = (mask, None) if row is None else (row, mask)
         scale = None if self.problem.row_scale is None else self.scale(tile, heads)
-        self._write_log_prior(out, tile, heads, row, scale)
+        self._write_log_prior(out, self._table, tile, heads, row, scale)
         return out if mask is None else out.add_(mask)
 
     def _write_log_prior(
-        self, out: Tensor, tile: Tile, heads: slice, row: Tensor | None, scale: Tensor | None
+        self, out: Tensor, table: Tensor | None, tile: Tile, heads: slice, row: Tensor | None, scale: Tensor | None
     ) -> Tensor:
         """Write the log-prior minus the constant, in units, times ``scale``, plus ``row``, to ``out (b, h, n, e)``."""
-        table, keys, network = self._table, self.keys(tile, heads), self.network
+        keys, network = self.keys(tile, heads), self.network
         if table is not None:
             table = self._table_of(table, heads)
         if network is None and table is None and keys is None:
@@ -372,13 +375,13 @@ class Bias:
     def log_prior(self, tile: Tile, heads: slice) -> Tensor:
         """Return the log-prior minus the constant, without scale and mask, in units, ``(b or 1, h, n or 1, e)``."""
         keys = self.keys(tile, heads)
-        if self.network is None and keys is None and self._table is not None:
-            return self.distances.read(self._table_of(self._table, heads), tile)
-        if self.network is None and keys is not None and self._table is None:
+        if self.network is None and keys is None and self._finite is not None:
+            return self.distances.read(self._table_of(self._finite, heads), tile)
+        if self.network is None and keys is not None and self._finite is None:
             return keys
         shape = (tile.number, heads.stop - heads.start, *tile.shape)
         out = torch.empty(shape, dtype=self.dtype, device=self.geometry.device)
-        return self._write_log_prior(out, tile, heads, None, None)
+        return self._write_log_prior(out, self._finite, tile, heads, None, None)
 
     def scale(self, tile: Tile, heads: slice) -> Tensor:
         """Return the factor of the log-prior for each query, ``(b, h, n, 1)``."""

@@ -123,6 +123,11 @@ class BlockProblem:
         return Tiling.of(self.geometry, reach)
 
     @cached_property
+    def scale_keeps_masks(self) -> bool:
+        """Whether ``-inf`` times the logit scale is ``-inf``. On a GPU, the answer would take longer than a mask."""
+        return self.row_scale is None or (self.row_scale.is_cpu and bool((self.row_scale > 0).all()))
+
+    @cached_property
     def has_gaps(self) -> bool:
         """Whether the prior hides a distance between two that it lets a query see. Requires an offset."""
         if self.inside is None or self.tiling.reach is None:
