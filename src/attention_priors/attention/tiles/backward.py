@@ -275,10 +275,12 @@ class _Backward:
     def _add(self, tile: Tile, heads: slice, weights: Tensor, factor: Tensor, queries: _Queries, key: Tensor) -> None:
         """Add a tile's part of every gradient. The gradient of its logits is ``weights · factor``.
 
-        ``weights`` and ``factor`` are overwritten.
+        The product may overwrite ``factor``.
         """
         (query, out_grad, query_grad), keys = queries, tile.shape[1]
         logits_grad = torch.mul(weights, factor, out=self.scratch[1].of(*weights.shape))
+        # First, while the numbers are in the cache.
+        self._add_to_prior(tile, heads, logits_grad.view(tile.number, heads.stop - heads.start, *tile.shape))
         key_grad, value_grad = (self._keys(x.mT, tile).mT for x in (self.key_grad, self.value_grad))
         # Products are faster if they write to separate memory.
         value_grad += torch.bmm(
@@ -287,25 +289,30 @@ class _Backward:
         product = torch.bmm(query.mT, logits_grad, out=self.scratch[2].of(weights.shape[0], query.shape[-1], keys))
         key_grad.add_(product, alpha=self.problem.softmax_scale)
         query_grad.baddbmm_(logits_grad, key)
+        if self.found.key_bias is None and self.network_grad is None:
+            return
         logits_grad = logits_grad.view(tile.number, heads.stop - heads.start, *tile.shape)
         if self.problem.row_scale is not None:
-            if self.found.row_scale is not None:
-                log_prior = self.here.log_prior(tile, heads)
-                moments = torch.mul(logits_grad, log_prior, out=weights.view(logits_grad.shape))
-                tile.cut_rows(self.found.row_scale, heads).add_(moments.sum(-1).flip(-1))
-            if any(x is not None for x in (self.table_grad, self.found.key_bias, self.network_grad)):
-                logits_grad *= self.bias.scale(tile, heads)
+            logits_grad *= self.bias.scale(tile, heads)
         if self.found.key_bias is not None:
             self.found.key_bias[tile.batches, heads, tile.keys] += logits_grad.sum(2)
         if self.network_grad is not None and self.bias.network is not None:
             # With a network, each part has one row of the batch.
             self.bias.network.add_gradients(self.network_grad, tile, heads, logits_grad[0])
+
+    def _add_to_prior(self, tile: Tile, heads: slice, logits_grad: Tensor) -> None:
+        """Add a tile's part of the gradients of row scale and table."""
+        if self.found.row_scale is not None:
+            log_prior = self.here.log_prior(tile, heads)
+            moments = torch.mul(logits_grad, log_prior, out=self.scratch[2].of(*logits_grad.shape))
+            tile.cut_rows(self.found.row_scale, heads).add_(moments.sum(-1).flip(-1))
         if self.table_grad is not None:
             here = slice(heads.start - self.part.heads.start, heads.stop - self.part.heads.start)
             first = tile.batches.start - self.part.batches.start
+            scale = None if self.problem.row_scale is None else self.bias.scale(tile, heads)
             for text, one in enumerate(tile.texts()):
-                of_text = self.table_grad[first + text, here]
-                self.problem.distances.add(of_text, one, logits_grad[text : text + 1])
+                of_text, row = slice(text, text + 1), None if scale is None else scale[text : text + 1]
+                self.problem.distances.add(self.table_grad[first + text, here], one, logits_grad[of_text], row)
 
     def _with_new_softmax(self, tiles: list[Tile], heads: slice, queries: _Queries) -> None:
         """Add the gradients from queries whose softmax is recomputed. ``tiles`` contain all keys that they look at."""

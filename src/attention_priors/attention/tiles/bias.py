@@ -159,16 +159,19 @@ class Distances:
         else:
             write_affine(self.read(table, tile), row, scale, out)
 
-    def add(self, table: Tensor, tile: Tile, numbers: Tensor) -> None:
+    def add(self, table: Tensor, tile: Tile, numbers: Tensor, scale: Tensor | None = None) -> None:
         """Add a tile's numbers to their entries of ``table (h, N)``: the transpose of :meth:`read`.
 
         Args:
             table: table that receives the numbers.
             tile: tile of the numbers.
             numbers: contiguous ``(b, h, n, e)``, 0 where a key is hidden.
+            scale: factor of each query's numbers, ``(b, h, n, 1)``; None for 1.
         """
         if not numbers.numel():
             return
+        if scale is not None and self.geometry.offset is None:
+            numbers, scale = numbers * scale, None
         if self._grid is not None:
             self._grid.add(table, tile, numbers)
         elif self.geometry.offset is None:
@@ -180,16 +183,18 @@ class Distances:
             place, last = self.place(tile), tile.stop + self.geometry.offset
             if self.geometry.causal and tile.last == last:
                 # The tile ends at the causal diagonal: entries beyond it are 0.
-                table[:, place] += numbers[:, :, 0, 0].sum(0)
-                first, sums = place + 1, causal_diagonals(numbers)
+                corner = numbers[:, :, 0, 0]
+                table[:, place] += (corner if scale is None else corner * scale[:, :, 0, 0]).sum(0)
+                first, entries = place + 1, causal_diagonals(numbers)
             else:
                 rows, keys = tile.shape
                 padded = Scratch("padded", numbers.dtype, numbers.device).of(*numbers.shape[:-1], rows + keys)
                 padded[..., :rows] = 0
                 padded[..., rows:] = numbers
-                first, sums = place, diagonals(padded)
+                first, entries = place, diagonals(padded)
+            sums = (entries if scale is None else scale.mT @ entries).sum((0, 2))
             here = table[:, first : first + sums.shape[-1]]
-            here += sums[..., : here.shape[1]].sum((0, 2))
+            here += sums[:, : here.shape[1]]
 
 
 class Bias:
