@@ -280,7 +280,8 @@ class _Backward:
         (query, out_grad, query_grad), keys = queries, tile.shape[1]
         logits_grad = torch.mul(weights, factor, out=self.scratch[1].of(*weights.shape))
         # First, while the numbers are in the cache.
-        self._add_to_prior(tile, heads, logits_grad.view(tile.number, heads.stop - heads.start, *tile.shape))
+        if self.found.row_scale is not None or self.table_grad is not None:
+            self._add_to_prior(tile, heads, logits_grad.view(tile.number, heads.stop - heads.start, *tile.shape))
         key_grad, value_grad = (self._keys(x.mT, tile).mT for x in (self.key_grad, self.value_grad))
         # Products are faster if they write to separate memory.
         value_grad += torch.bmm(
@@ -302,17 +303,23 @@ class _Backward:
 
     def _add_to_prior(self, tile: Tile, heads: slice, logits_grad: Tensor) -> None:
         """Add a tile's part of the gradients of row scale and table."""
+        distances, by_distance = self.problem.distances, None
+        if self.problem.table is not None and self.problem.geometry.offset is not None:
+            by_distance = distances.diagonals(tile, logits_grad)
         if self.found.row_scale is not None:
-            log_prior = self.here.log_prior(tile, heads)
-            moments = torch.mul(logits_grad, log_prior, out=self.scratch[2].of(*logits_grad.shape))
-            tile.cut_rows(self.found.row_scale, heads).add_(moments.sum(-1).flip(-1))
+            moments = self.here.moments(tile, heads, logits_grad, by_distance)
+            tile.cut_rows(self.found.row_scale, heads).add_(moments.flip(-1))
         if self.table_grad is not None:
             here = slice(heads.start - self.part.heads.start, heads.stop - self.part.heads.start)
-            first = tile.batches.start - self.part.batches.start
-            scale = None if self.problem.row_scale is None else self.bias.scale(tile, heads)
-            for text, one in enumerate(tile.texts()):
-                of_text, row = slice(text, text + 1), None if scale is None else scale[text : text + 1]
-                self.problem.distances.add(self.table_grad[first + text, here], one, logits_grad[of_text], row)
+            table, scale = self.table_grad[self.part.within(tile.batches), here], None
+            if self.problem.row_scale is not None:
+                scale = self.bias.scale(tile, heads)
+            if by_distance is not None:
+                by_distance.add_to(table, scale)
+                return
+            scaled = logits_grad if scale is None else logits_grad * scale
+            for text, of_text in enumerate(table):
+                distances.add(of_text, tile.texts()[text], scaled[text : text + 1])
 
     def _with_new_softmax(self, tiles: list[Tile], heads: slice, queries: _Queries) -> None:
         """Add the gradients from queries whose softmax is recomputed. ``tiles`` contain all keys that they look at."""

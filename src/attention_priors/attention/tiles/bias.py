@@ -11,7 +11,7 @@ import math
 import threading
 from copy import copy
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -159,19 +159,16 @@ class Distances:
         else:
             write_affine(self.read(table, tile), row, scale, out)
 
-    def add(self, table: Tensor, tile: Tile, numbers: Tensor, scale: Tensor | None = None) -> None:
+    def add(self, table: Tensor, tile: Tile, numbers: Tensor) -> None:
         """Add a tile's numbers to their entries of ``table (h, N)``: the transpose of :meth:`read`.
 
         Args:
             table: table that receives the numbers.
             tile: tile of the numbers.
             numbers: contiguous ``(b, h, n, e)``, 0 where a key is hidden.
-            scale: factor of each query's numbers, ``(b, h, n, 1)``; None for 1.
         """
         if not numbers.numel():
             return
-        if scale is not None and self.geometry.offset is None:
-            numbers, scale = numbers * scale, None
         if self._grid is not None:
             self._grid.add(table, tile, numbers)
         elif self.geometry.offset is None:
@@ -180,21 +177,46 @@ class Distances:
             for part, places in zip(numbers if len(index) > 1 else numbers.sum(0, keepdim=True), index, strict=True):
                 table.index_add_(1, places.flatten(), part.flatten(1))
         else:
-            place, last = self.place(tile), tile.stop + self.geometry.offset
-            if self.geometry.causal and tile.last == last:
-                # The tile ends at the causal diagonal: entries beyond it are 0.
-                corner = numbers[:, :, 0, 0]
-                table[:, place] += (corner if scale is None else corner * scale[:, :, 0, 0]).sum(0)
-                first, entries = place + 1, causal_diagonals(numbers)
-            else:
-                rows, keys = tile.shape
-                padded = Scratch("padded", numbers.dtype, numbers.device).of(*numbers.shape[:-1], rows + keys)
-                padded[..., :rows] = 0
-                padded[..., rows:] = numbers
-                first, entries = place, diagonals(padded)
-            sums = (entries if scale is None else scale.mT @ entries).sum((0, 2))
-            here = table[:, first : first + sums.shape[-1]]
-            here += sums[:, : here.shape[1]]
+            self.diagonals(tile, numbers if len(numbers) == 1 else numbers.sum(0, keepdim=True)).add_to(table[None])
+
+    def diagonals(self, tile: Tile, numbers: Tensor) -> Diagonals:
+        """Arrange a tile's numbers by distance. Requires an offset, and numbers as in :meth:`add`."""
+        assert self.geometry.offset is not None
+        place = self.place(tile)
+        if self.geometry.causal and tile.last == tile.stop + self.geometry.offset:
+            # The tile ends at the causal diagonal: entries beyond it are 0.
+            return Diagonals(place + 1, causal_diagonals(numbers), numbers[:, :, 0, 0])
+        rows, keys = tile.shape
+        padded = Scratch("padded", numbers.dtype, numbers.device).of(*numbers.shape[:-1], rows + keys)
+        padded[..., :rows] = 0
+        padded[..., rows:] = numbers
+        return Diagonals(place, diagonals(padded), None)
+
+
+class Diagonals(NamedTuple):
+    """Numbers of a tile, with one column for each distance. Columns outside a query's keys are 0."""
+
+    start: int
+    """Table index of the first column."""
+    columns: Tensor
+    """``(b, h, n, w)``."""
+    corner: Tensor | None
+    """Number of the last query and first key, ``(b, h)``, if that is missing. Its table index is ``start - 1``."""
+
+    def add_to(self, table: Tensor, scale: Tensor | None = None) -> None:
+        """Add the numbers, times a factor of each query ``(b, h, n, 1)``, to their entries of ``table (b, h, N)``."""
+        sums = self.columns.sum(2) if scale is None else (scale.mT @ self.columns).squeeze(2)
+        here = table[..., self.start : self.start + sums.shape[-1]]
+        here += sums[..., : here.shape[-1]]
+        if self.corner is not None:
+            table[..., self.start - 1] += self.corner if scale is None else self.corner * scale[:, :, 0, 0]
+
+    def dot(self, table: Tensor) -> Tensor:
+        """Return the sum of each query's numbers times their entries of ``table (h, N)``, as ``(b, h, n)``."""
+        sums = (self.columns @ table[:, self.start : self.start + self.columns.shape[-1], None]).squeeze(-1)
+        if self.corner is not None:
+            sums[..., 0] += self.corner * table[:, self.start - 1]
+        return sums
 
 
 class Bias:
@@ -376,6 +398,15 @@ class Bias:
         if network is not None:
             network.write(out, tile, heads, added=table is not None or keys is not None)
         return out if alone else write_affine(out, row, scale, out)
+
+    def moments(self, tile: Tile, heads: slice, numbers: Tensor, by_distance: Diagonals | None) -> Tensor:
+        """Return the sum of each query's ``numbers (b, h, n, e)`` times :meth:`log_prior`, as ``(b, h, n)``.
+
+        ``by_distance`` holds the numbers by distance, if there is a table with an offset.
+        """
+        if by_distance is not None and self._finite is not None and self.key_bias is None and self.network is None:
+            return by_distance.dot(self._table_of(self._finite, heads))
+        return (numbers * self.log_prior(tile, heads)).sum(-1)
 
     def log_prior(self, tile: Tile, heads: slice) -> Tensor:
         """Return the log-prior minus the constant, without scale and mask, in units, ``(b or 1, h, n or 1, e)``."""
