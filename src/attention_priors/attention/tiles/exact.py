@@ -61,7 +61,7 @@ def _attend(content: Content, bias_of: Bias, tile: Tile) -> tuple[Tensor, Tensor
     """Return the output and log-sum-exp of a tile's queries, in order."""
     dtype, (batch, kv_heads) = bias_of.dtype, content.key.shape[:2]
     heads, cut = slice(0, content.query.shape[1]), partial(tile.cut_keys, heads=slice(0, kv_heads))
-    query = content.queries(partial(tile.cut_rows, heads=heads)).to(dtype).flip(2)
+    query = content.reversed_queries(partial(tile.cut_rows, heads=heads)).to(dtype)
     key, value = cut(content.key).to(dtype), cut(content.value).to(dtype)
     bias, best = without_best(bias_of.in_full(tile, heads))
     logits = bias.to(dtype)

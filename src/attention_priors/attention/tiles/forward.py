@@ -143,7 +143,7 @@ def _attend_part(
     for block in blocks_of(part, problem, sizes):
         whole = block.whole
         texts, here = part.within(whole.batches), (whole.batches, part.heads, whole.rows)
-        query, best = content.queries(lambda x, here=here: x[here], key.shape[-1]).flip(2), None
+        query, best = content.reversed_queries(lambda x, here=here: x[here], key.shape[-1]), None
         if in_column and whole.shape[1]:
             assert problem.key_bias is not None
             numbers = whole.cut_keys(problem.key_bias.expand(problem.geometry.batch, -1, -1), part.heads)

@@ -95,7 +95,7 @@ def _differentiate(
     for block in blocks_of(part, problem, sizes):
         whole = block.whole
         texts, here = part.within(whole.batches), (whole.batches, part.heads, whole.rows)
-        query = content.queries(lambda x, here=here: x[here], width).flip(2)
+        query = content.reversed_queries(lambda x, here=here: x[here], width)
         out, lse, out_grad = (x[here].flip(2) for x in of_rows)
         out, out_grad = widened(out, width), widened(out_grad, width)
         query_grad = torch.zeros_like(query, dtype=problem.dtype)
