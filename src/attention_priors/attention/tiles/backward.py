@@ -85,7 +85,7 @@ def backward(
         far_rows(relative),
     )
     heads, kv_heads = content.query.shape[1], content.key.shape[1]
-    table = problem.table
+    table, row_scale = problem.table, problem.row_scale
     query_grad, key_grad, value_grad = (
         torch.empty_like(x, dtype=problem.dtype, memory_format=torch.contiguous_format) for x in content[:3]
     )
@@ -95,7 +95,7 @@ def backward(
         value_grad,
         None if table is None or not wanted[0] else torch.zeros_like(table, dtype=problem.dtype),
         None if problem.key_bias is None or not wanted[1] else lse.new_zeros(geometry.batch, heads, geometry.num_keys),
-        torch.zeros_like(content.scale) if content.scale is not None and wanted[2] else None,
+        torch.zeros_like(row_scale) if row_scale is not None and wanted[2] else None,
     )
     rows_of_tile, keys_of_tile = min(block_rows, geometry.num_queries), min(MOST_KEYS, geometry.num_keys)
     # Distances.add pads most tiles with a column for each row.
@@ -122,7 +122,7 @@ def backward(
     of_network = [one.network_grad for one in work if one.network_grad is not None]
     if of_network:
         found = found._replace(scaled=sum_gradients(of_network, geometry.batch))
-    return found.rounded(content)
+    return found.unscaled(content, wanted[2])
 
 
 class _Rows(NamedTuple):
@@ -202,8 +202,6 @@ class _Backward:
         self.bias_in_bits, self.bias, self.scratch = workspace
         self.in_bits, self.here = self.bias_in_bits, self.bias
         part, content, found, dtype = self.part, self.content, self.found, self.problem.dtype
-        # Gradient of a scale that multiplies the log-prior too.
-        self.scale_grad = None if self.problem.row_scale is None else found.row_scale
         self.key, self.value = (part.of_keys(x).to(dtype).contiguous() for x in (content.key, content.value))
         of_keys = [part.of_keys(x) for x in (found.key, found.value)]
         self.key_grad, self.value_grad = (_with_rows_as_columns(x).zero_() for x in of_keys)
@@ -227,16 +225,18 @@ class _Backward:
         """Add the gradients from a block of queries, which are in reverse order."""
         content, problem, rows, dtype = self.content, self.problem, self.rows, self.problem.dtype
         cut = partial(block.cut_rows, heads=heads)
-        query, out_grad = content.reversed_queries(cut), cut(rows.out_grad).flip(2)
-        query, out_grad = (self._stacked(x.to(dtype)) for x in (query, out_grad))
+        # In matrices, the rows of one head are adjacent. A model has the heads of a token side by side, and a reversed
+        # copy keeps that.
+        query = content.reversed_queries(lambda x: cut(x).contiguous())
+        query, out_grad = (self._stacked(x.to(dtype)) for x in (query, cut(rows.out_grad).contiguous().flip(2)))
         # Of all products, those into contiguous matrices are the fastest.
         query_grad = torch.zeros_like(query, memory_format=torch.contiguous_format)
         queries = _Queries(query, out_grad, query_grad)
         if self.bias.key_bias is not None:
             (self.in_bits, _), (self.here, constant) = (b.centred(block, heads) for b in (self.bias_in_bits, self.bias))
-            if self.scale_grad is not None and constant is not None:
+            if self.found.row_scale is not None and constant is not None:
                 # `log_prior` lacks the constant, so the constant's part is added here.
-                cut(self.scale_grad).add_((cut(rows.lse_grad) * constant).to(dtype))
+                cut(self.found.row_scale).add_((cut(rows.lse_grad) * constant).to(dtype))
         tiles = [block._replace(first=first, last=last) for first, last in problem.kept_keys(block, heads.start)]
         # The choice considers all heads and rows of the batch, so it does not depend on how the work is divided. A
         # pruned head is computed alone.
@@ -254,13 +254,7 @@ class _Backward:
                     piece = tile._replace(first=first, last=last)
                     self._tile(piece, heads, shift, self._stacked(moment), queries)
         shape = (block.number, heads.stop - heads.start, block.shape[0], -1)
-        query_grad, factor = queries.query_grad.view(shape).flip(2), problem.softmax_scale
-        if content.scale is not None:
-            factor = cut(content.scale).unsqueeze(-1) * factor
-            if self.found.row_scale is not None:
-                moments = torch.linalg.vecdot(cut(content.query).to(dtype), query_grad)
-                cut(self.found.row_scale).add_(moments, alpha=problem.softmax_scale)
-        torch.mul(query_grad, factor, out=cut(self.found.query))
+        torch.mul(queries.query_grad.view(shape).flip(2), problem.softmax_scale, out=cut(self.found.query))
 
     def _stacked(self, rows: Tensor) -> Tensor:
         """Reshape ``(b, h, n, ...)`` to the matrices of :class:`_Queries`."""
@@ -289,7 +283,7 @@ class _Backward:
         (query, out_grad, query_grad), keys = queries, tile.shape[1]
         logits_grad = torch.mul(weights, factor, out=self.scratch[1].of(*weights.shape))
         # First, while the numbers are in the cache.
-        if self.scale_grad is not None or self.table_grad is not None:
+        if self.found.row_scale is not None or self.table_grad is not None:
             self._add_to_prior(tile, heads, logits_grad.view(tile.number, heads.stop - heads.start, *tile.shape))
         key_grad, value_grad = (self._keys(x.mT, tile).mT for x in (self.key_grad, self.value_grad))
         # Products are faster if they write to separate memory.
@@ -315,9 +309,9 @@ class _Backward:
         distances, by_distance = self.problem.distances, None
         if self.problem.table is not None and self.problem.geometry.offset is not None:
             by_distance = distances.diagonals(tile, logits_grad)
-        if self.scale_grad is not None:
+        if self.found.row_scale is not None:
             moments = self.here.moments(tile, heads, logits_grad, by_distance)
-            tile.cut_rows(self.scale_grad, heads).add_(moments.flip(-1))
+            tile.cut_rows(self.found.row_scale, heads).add_(moments.flip(-1))
         if self.table_grad is not None:
             here = slice(heads.start - self.part.heads.start, heads.stop - self.part.heads.start)
             table, scale = self.table_grad[self.part.within(tile.batches), here], None

@@ -86,7 +86,7 @@ class Content(NamedTuple):
     def query_gradient(self, scaled: Tensor, wants_scale: bool) -> tuple[Tensor, Tensor | None]:
         """Return the gradients of queries and scale, from the gradient of the scaled queries, which is overwritten."""
         if self.scale is None:
-            return scaled, None
+            return scaled.to(self.query.dtype), None
         scale_grad = torch.empty_like(self.scale, memory_format=torch.contiguous_format) if wants_scale else None
         # In blocks, because the products would be another copy of all queries while memory is at its peak.
         step = block_length(scaled.shape[0] * scaled.shape[1] * scaled.shape[3])
@@ -97,7 +97,7 @@ class Content(NamedTuple):
                 given = self.query[:, :, rows].to(scale.dtype)
                 scale_grad[:, :, rows] = torch.linalg.vecdot(given, part.to(scale.dtype))
             part.mul_(scale.unsqueeze(-1))
-        return scaled, scale_grad
+        return scaled.to(self.query.dtype), scale_grad
 
 
 @dataclass(frozen=True)
@@ -279,9 +279,5 @@ class Gradients(NamedTuple):
         query, scale = content.query_gradient(self.query, wants_scale)
         if scale is not None and self.row_scale is not None:
             scale += self.row_scale
-        return self._replace(query=query, row_scale=scale).rounded(content)
-
-    def rounded(self, content: Content) -> Gradients:
-        """Convert the gradients of queries, keys and values to the dtypes of the inputs."""
-        query, key, value = (grad.to(x.dtype) for grad, x in zip(self[:3], content[:3], strict=True))
-        return self._replace(query=query, key=key, value=value)
+        key, value = self.key.to(content.key.dtype), self.value.to(content.value.dtype)
+        return self._replace(query=query, key=key, value=value, row_scale=scale)
