@@ -159,7 +159,7 @@ def _attend_part(
 
         centred, constant = bias_of.centred(whole, part.heads, far)
         found = _attend_block(block, query, partial(attend, bias_of=centred))
-        if not far and problem.table is not None and far_rows(found.lse) is not None:
+        if not far and problem.table is not None and any(far_rows(one.lse) is not None for _, one in found):
             far = True
             note("from query {} on, a constant is subtracted from the table for each block of queries", whole.start)
             centred, constant = bias_of.centred(whole, part.heads, far)
@@ -167,21 +167,31 @@ def _attend_part(
         constant = constant if best is None else best if constant is None else best + constant
         if constant is not None:
             constants[here] = constant
-        result.out[here] = found.out[..., : result.out.shape[-1]].flip(2)
-        result.lse[here] = found.lse.flip(2)
+        for tile, one in found:
+            tile.cut_rows(result.out, part.heads).copy_(one.out[..., : result.out.shape[-1]].flip(2))
+            tile.cut_rows(result.lse, part.heads).copy_(one.lse.flip(2))
         del query, found  # frees memory for the next block
 
 
-def _attend_block(block: RowBlock, query: Tensor, attend: Callable[[Tile, Tensor], _Found]) -> _Found:
-    """Compute attention of a block's queries, in reverse order, over all keys that they see."""
-    found, stop = None, block.whole.stop
+def _attend_block(
+    block: RowBlock, query: Tensor, attend: Callable[[Tile, Tensor], _Found]
+) -> list[tuple[Tile, _Found]]:
+    """Compute attention of a block's queries, in reverse order, over all keys that they see.
+
+    Returns:
+        Tiles that divide the queries, with the results of their queries.
+    """
+    (_, _, stop, _, _), found = block.whole, None
     for strip in block.strips:
         # Queries are in reverse order, so their indices count from the block's end.
-        parts = [attend(tile, query[:, :, stop - tile.stop : stop - tile.start]) for tile in reversed(strip)]
-        one = parts[0] if len(parts) == 1 else _Found(*(torch.cat(xs, dim=2) for xs in zip(*parts, strict=True)))
+        parts = [(tile, attend(tile, query[:, :, stop - tile.stop : stop - tile.start])) for tile in reversed(strip)]
+        if len(block.strips) == 1:
+            return parts
+        results = [one for _, one in parts]
+        one = results[0] if len(parts) == 1 else _Found(*(torch.cat(xs, dim=2) for xs in zip(*results, strict=True)))
         found = one if found is None else _merge(found, one)
     assert found is not None
-    return found
+    return [(block.whole, found)]
 
 
 def blocks_of(part: Part, problem: BlockProblem, sizes: Sizes) -> Iterator[RowBlock]:
