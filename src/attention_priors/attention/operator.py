@@ -215,8 +215,10 @@ def _attend(*inputs: Any) -> tuple[Tensor, Tensor]:
 
 
 def _attend_as_promised(*inputs: Any) -> tuple[Tensor, ...]:
-    # The fake implementation promises contiguous tensors, and PyTorch's kernel may return others.
-    return tuple(x.contiguous() for x in _attend(*inputs))
+    out, lse = _attend(*inputs)
+    # Layouts that the fake implementation promises. PyTorch's kernel may return others.
+    out = out.transpose(1, 2).contiguous().transpose(1, 2) if out.is_cpu else out.contiguous()
+    return out, lse.contiguous()
 
 
 block_attention = torch.library.custom_op(
@@ -226,7 +228,8 @@ block_attention = torch.library.custom_op(
 
 @block_attention.register_fake
 def _(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    out = query.new_empty(*query.shape[:-1], value.shape[-1])
+    is_cpu = query.device.type == "cpu"
+    out = tiles_forward.empty_output(query, value) if is_cpu else query.new_empty(*query.shape[:-1], value.shape[-1])
     return out, query.new_empty(query.shape[:-1], dtype=torch.float64)
 
 

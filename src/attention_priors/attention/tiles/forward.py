@@ -53,7 +53,7 @@ FLASH_ON_CPU = torch._scaled_dot_product_flash_attention_for_cpu  # pyright: ign
 def forward(content: Content, problem: BlockProblem) -> tuple[Tensor, Tensor]:
     """Compute the output ``(B, H, Lq, Dv)`` in the queries' dtype, and the log-sum-exp ``(B, H, Lq)`` in float64."""
     query, bias_of = content.query, problem.bias()
-    out = query.new_empty(*query.shape[:-1], content.value.shape[-1])
+    out = empty_output(query, content.value)
     lse = query.new_empty(query.shape[:-1], dtype=problem.dtype)
     constant = query.new_zeros(query.shape[:-1], dtype=torch.float64)
     if _has_room(content, problem):
@@ -63,6 +63,15 @@ def forward(content: Content, problem: BlockProblem) -> tuple[Tensor, Tensor]:
     work = [partial(_attend_part, part, sizes, content, problem, _Found(out, lse), constant) for part in parts]
     share(work, bias_of.for_thread, at_once)
     return finished(content, problem, out, lse, constant)
+
+
+def empty_output(query: Tensor, value: Tensor) -> Tensor:
+    """Return memory for an output ``(B, H, Lq, Dv)``, with the heads of a query side by side.
+
+    PyTorch's kernel has the same layout. Models read the heads of a query as one vector, which then needs no copy.
+    """
+    batch, heads, rows, _ = query.shape
+    return query.new_empty(batch, rows, heads, value.shape[-1]).transpose(1, 2)
 
 
 class Sizes(NamedTuple):
