@@ -160,8 +160,10 @@ class Geometry:
         """Number of keys ``n_i`` that each query may see, integers ``(B, H or 1, Lq)``."""
         heads = 1 if self.attn_mask is None else self.attn_mask.shape[1]
         shape = (self.batch, heads, self.num_queries)
-        if self.num_queries == 1 and not self.has_given_positions and not self.has_masks:
-            return torch.full(shape, self.num_keys, device=self.device)
+        if self.causal and not self.has_given_positions and not self.has_masks:
+            first = 1 + self.num_keys - self.num_queries
+            counts = torch.arange(first, first + self.num_queries, device=self.device)
+            return counts.clamp_(0, self.num_keys).expand(shape)
         if self.attn_mask is None and self.offset is not None:
             first, last = self.slot_range
             if self.key_padding_mask is None:

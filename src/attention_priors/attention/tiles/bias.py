@@ -213,7 +213,9 @@ class Diagonals(NamedTuple):
 
     def dot(self, table: Tensor) -> Tensor:
         """Return the sum of each query's numbers times their entries of ``table (h, N)``, as ``(b, h, n)``."""
-        sums = (self.columns @ table[:, self.start : self.start + self.columns.shape[-1], None]).squeeze(-1)
+        # With the matrix on the left, the product takes three times as long.
+        entries = table[:, None, self.start : self.start + self.columns.shape[-1]]
+        sums = (entries @ self.columns.mT).squeeze(-2)
         if self.corner is not None:
             sums[..., 0] += self.corner * table[:, self.start - 1]
         return sums
@@ -247,6 +249,7 @@ class Bias:
         self.in_memory = tiling.masked or added or self.geometry.offset is None
         """Whether a tile's bias must be in memory. Otherwise, it is a view of a table."""
         self._scratch = Scratch("bias", self.dtype, self.geometry.device)
+        self._scale = None if problem.row_scale is None else problem.row_scale.flip(-1).unsqueeze(-1)
         self._table_hides = self.geometry.offset is not None and problem.scale_keeps_masks
         """Whether the table holds ``-inf`` for hidden distances. Otherwise, a mask is added to the bias."""
         self._set_table(None if table is None else table.to(self.dtype))
@@ -421,8 +424,9 @@ class Bias:
 
     def scale(self, tile: Tile, heads: slice) -> Tensor:
         """Return the factor of the log-prior for each query, ``(b, h, n, 1)``."""
-        assert self.problem.row_scale is not None
-        return tile.cut_rows(self.problem.row_scale, heads).flip(-1).unsqueeze(-1)
+        assert self._scale is not None
+        number = self.geometry.num_queries
+        return self._scale[tile.batches, heads, number - tile.stop : number - tile.start]
 
     def _hides_in(self, tile: Tile) -> bool:
         """Return whether a distance of the tile may be hidden."""
