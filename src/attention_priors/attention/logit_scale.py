@@ -87,10 +87,7 @@ class ResidualSSMax(SSMax):
 
     def forward(self, visible_keys: Tensor | int, dtype: torch.dtype = torch.float32) -> Tensor:
         """Return the logit scale ``c``, ``(..., H, Lq)``. The arguments are those of :class:`SSMax`."""
-        slope = _log_beyond(visible_keys, self.train_length, dtype)
-        if isinstance(slope, float):  # one operation, 1 + slope · s, because operations with numbers take long
-            return torch.rsub(self.s.to(dtype), 1, alpha=-slope).unsqueeze(-1)
-        return self.s.to(dtype).unsqueeze(-1) * slope + 1
+        return self.s.to(dtype).unsqueeze(-1) * _log_beyond(visible_keys, self.train_length, dtype) + 1
 
 
 def _log_beyond(number: Tensor | int, least: int, dtype: torch.dtype) -> Tensor | float:

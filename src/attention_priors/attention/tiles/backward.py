@@ -284,7 +284,9 @@ class _Backward:
         logits_grad = torch.mul(weights, factor, out=self.scratch[1].of(*weights.shape))
         # First, while the numbers are in the cache.
         if self.found.row_scale is not None or self.table_grad is not None:
-            self._add_to_prior(tile, heads, logits_grad.view(tile.number, heads.stop - heads.start, *tile.shape))
+            self._add_to_scale_and_table(
+                tile, heads, logits_grad.view(tile.number, heads.stop - heads.start, *tile.shape)
+            )
         key_grad, value_grad = (self._keys(x.mT, tile).mT for x in (self.key_grad, self.value_grad))
         # Products are faster if they write to separate memory.
         value_grad += torch.bmm(
@@ -304,7 +306,7 @@ class _Backward:
             # With a network, each part has one row of the batch.
             self.bias.network.add_gradients(self.network_grad, tile, heads, logits_grad[0])
 
-    def _add_to_prior(self, tile: Tile, heads: slice, logits_grad: Tensor) -> None:
+    def _add_to_scale_and_table(self, tile: Tile, heads: slice, logits_grad: Tensor) -> None:
         """Add a tile's part of the gradients of row scale and table."""
         distances, by_distance = self.problem.distances, None
         if self.problem.table is not None and self.problem.geometry.offset is not None:

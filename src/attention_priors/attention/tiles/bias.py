@@ -199,7 +199,7 @@ class Diagonals(NamedTuple):
     start: int
     """Table index of the first column."""
     columns: Tensor
-    """``(b, h, n, w)``."""
+    """Numbers ``(b, h, n, w)``, one row for each query."""
     corner: Tensor | None
     """Number of the last query and first key, ``(b, h)``, if that is missing. Its table index is ``start - 1``."""
 
@@ -262,6 +262,7 @@ class Bias:
         self._mask_of: tuple[Tile, Tensor | None] | None = None
 
     def _set_table(self, table: Tensor | None) -> None:
+        # `_finite` never hides: a logit scale's gradient multiplies it by 0 where a key is hidden.
         self._table = self._finite = table
         if table is not None:
             finite, missing = table if self.unit == 1.0 else table * self.unit, self.distances.overhang

@@ -176,10 +176,15 @@ def _attend_part(
         constant = constant if best is None else best if constant is None else best + constant
         if constant is not None:
             constants[here] = constant
-        for tile, one in found:
-            tile.cut_rows(result.out, part.heads).copy_(one.out[..., : result.out.shape[-1]].flip(2))
-            tile.cut_rows(result.lse, part.heads).copy_(one.lse.flip(2))
+        _write(result, found, part.heads)
         del query, found  # frees memory for the next block
+
+
+def _write(result: _Found, found: list[tuple[Tile, _Found]], heads: slice) -> None:
+    """Write the results of tiles, whose queries are in reverse order, to their place in ``result``."""
+    for tile, one in found:
+        tile.cut_rows(result.out, heads).copy_(one.out[..., : result.out.shape[-1]].flip(2))
+        tile.cut_rows(result.lse, heads).copy_(one.lse.flip(2))
 
 
 def _attend_block(
