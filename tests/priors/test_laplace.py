@@ -73,7 +73,7 @@ def test_goat_proposition_f6_the_past_splits_into_key_and_query_terms(
 
 def test_goat_proposition_f6_holds_in_attention():
     prior = Laplace(3, slopes=[0.5, 0.1, 0.02])
-    query, key, value = (torch.randn(2, h, 300, 8) for h in (3, 1, 1))
+    query, key, value = (torch.randn(2, h, 300, 8, dtype=torch.float64) for h in (3, 1, 1))
     bias = (prior.slope.detach().double().unsqueeze(-1) * torch.arange(300)).expand(2, -1, -1)
     torch.testing.assert_close(attend(query, key, value, key_bias=bias), attend(query, key, value, prior))
 
