@@ -81,7 +81,10 @@ def test_logit_scales_of_an_integer_equal_those_of_a_tensor(scale: SSMax, number
         scale.s.copy_(torch.tensor([-0.5, 0.0, 1.5]))
     for dtype in TOLERANCE:
         expected = scale(torch.tensor([[number]]), dtype)
-        torch.testing.assert_close(scale(number, dtype), expected, rtol=TOLERANCE[dtype] / 30, atol=1e-12)
+        # The scale may be a small difference of numbers near 1.
+        torch.testing.assert_close(
+            scale(number, dtype), expected, rtol=TOLERANCE[dtype] / 30, atol=TOLERANCE[dtype] / 30
+        )
 
 
 def cached(prior: Prior) -> Prior:
