@@ -122,9 +122,9 @@ def guarded_memory() -> Iterator[None]:
     guard = Guard(interpreter._interpreter)
     launch = backend.launch
 
-    def allowed(kernel: Any, grid: Any, **arguments: Any) -> None:
+    def allowed(*how: Any, **arguments: Any) -> None:
         guard.allow([x for x in arguments.values() if isinstance(x, Tensor)])
-        launch(kernel, grid, **arguments)
+        launch(*how, **arguments)
 
     with (
         mock.patch.object(interpreter, "_interpreter", guard),

@@ -122,8 +122,7 @@ def main(capability: str, head_dim: str, dtype: str, *kinds: str) -> None:
         for kind in kinds if name != "rows" else ["plain"]:
             of = torch.float32 if kind == "far" else DTYPES[dtype]
             configuration = backend.configuration(backend._padded(int(head_dim)), of, capability=int(capability) // 10)
-            prepared = backend.Blocks(backend.ROWS_PREPARED, 0, 4, 1)
-            size = configuration._asdict().get(name, prepared)
+            size = configuration._asdict().get(name, backend.PREPARED)
             source = variant(kernel, size, int(head_dim), dtype, kind, int(capability))
             found[f"{name} {kind}"] = usage(source, size, int(capability))
     print(json.dumps(found))

@@ -252,8 +252,7 @@ def _attend_backward(
             found = plain_backward.backward(content, problem, saved, out_grad, wanted[5])
         else:
             engine = triton_backend if inputs[-1] else tiles_backward
-            of_results = (out_grad, torch.zeros_like(lse) if lse_grad is None else lse_grad)
-            found = engine.backward(content, problem, saved, of_results, wanted_of_prior)
+            found = engine.backward(content, problem, saved, (out_grad, lse_grad), wanted_of_prior)
     grads = (*found[:-1], *(found.scaled or [None] * 4))
     # Contiguous, as the fake implementation below promises.
     return tuple(

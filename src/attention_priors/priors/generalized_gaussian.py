@@ -23,8 +23,8 @@ LARGEST_GRADIENT = 1e38
 LARGEST_EXPONENT = math.log(-LOG_PRIOR_FLOOR)
 """Bound on ``ln(-K)``, at which ``K`` reaches the log-prior floor."""
 
-FEW_DISTANCES = 2**10
-"""Number of distances up to which the forward pass keeps intermediate values for the backward pass.
+FEW_DISTANCES = {"cpu": 2**10, "cuda": 2**14}
+"""Number of distances up to which the forward pass keeps intermediate values for the backward pass, by device type.
 
 Recomputing them for so short a table costs more in time than it saves in memory.
 """
@@ -250,16 +250,16 @@ def _sums(
 ) -> tuple[Tensor | None, ...]:
     """Return the gradients of the parameters in ``wanted``, and None for the distances."""
     largest, found = _constants()[2], []
-    for parameter, slope, want in zip(given, _slopes(given, steps), wanted, strict=False):
+    for parameter, slope, want in zip(given, _slopes(given, steps, gradient), wanted, strict=False):
         # Within ε of the peak the derivative by θμ is K / ε, which may overflow float32.
-        total = (gradient * slope()).flatten(1).sum(1).clamp(-largest, largest) if want else None
+        total = slope().flatten(1).sum(1).clamp(-largest, largest) if want else None
         found.append(None if total is None else total.to(parameter.dtype))
     return *found, None
 
 
 def _advance(ctx: Any, *tangents: Tensor | None) -> Tensor:
     given = ctx.saved_tensors
-    slopes = zip(_slopes(given, _steps(*given)), tangents, strict=False)
+    slopes = zip(_slopes(given, _steps(*given), 1.0), tangents, strict=False)
     parts = [slope() * per_head(t.double(), given[3]) for slope, t in slopes if t is not None]
     return sum(parts[1:], parts[0])
 
@@ -280,7 +280,7 @@ class _Eager(torch.autograd.Function):
     def forward(ctx: Any, *inputs: Tensor) -> Tensor:
         _save(ctx, inputs, inputs[0])
         steps = _steps(*inputs)
-        ctx.steps = steps if inputs[3].numel() <= FEW_DISTANCES else None
+        ctx.steps = steps if inputs[3].numel() <= FEW_DISTANCES.get(inputs[3].device.type, 0) else None
         return _power(steps[0])
 
     @staticmethod
@@ -305,21 +305,22 @@ _constants._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMembe
 def _steps(theta_alpha: Tensor, beta: Tensor, theta_mu: Tensor, distance: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return ``ln(-K)``, ``j - i - μ`` and the logarithm of its magnitude, each ``(H, *distance.shape)`` in float64."""
     # sinh overflows near 710; 2 sinh 30 is already beyond any context.
-    mu = 2 * torch.sinh(per_head(theta_mu.double().clamp(-30, 30), distance))
-    apart = -mu - distance
+    apart = -2 * torch.sinh(per_head(theta_mu.double().clamp(-30, 30), distance)) - distance
     # In the log domain neither the power nor its gradient can overflow.
     logarithm = (apart.abs() + _constants()[0]).log()
-    exponent = torch.addcmul(per_head(theta_alpha.double(), distance), per_head(beta.double(), distance), logarithm)
+    exponent = torch.addcmul(per_head(theta_alpha, distance), per_head(beta, distance), logarithm)
     return exponent, apart, logarithm
 
 
-def _slopes(given: Sequence[Tensor], steps: tuple[Tensor, ...]) -> tuple[Callable[[], Tensor], ...]:
-    """Return functions that compute the derivatives of ``K`` by θα, β and θμ.
+def _slopes(
+    given: Sequence[Tensor], steps: tuple[Tensor, ...], factor: Tensor | float
+) -> tuple[Callable[[], Tensor], ...]:
+    """Return functions that compute the derivatives of ``K`` by θα, β and θμ, times ``factor``.
 
     The derivatives are 0 where ``K`` is at the log-prior floor.
     """
     (_, beta, theta_mu, distance), (exponent, apart, logarithm) = given, steps
-    log_prior = torch.where(exponent <= _constants()[1], -exponent.exp(), 0.0)
+    log_prior = torch.where(exponent <= _constants()[1], -exponent.exp(), 0.0) * factor
 
     def by_location() -> Tensor:
         theta = per_head(theta_mu.double(), distance)

@@ -53,7 +53,7 @@ def backward(
     content: Content,
     problem: BlockProblem,
     saved: tuple[Tensor, Tensor],
-    grads: tuple[Tensor, Tensor],
+    grads: tuple[Tensor, Tensor | None],
     wanted: tuple[bool, ...],
 ) -> Gradients:
     """Compute the gradients of all inputs.
@@ -62,11 +62,12 @@ def backward(
         content: queries, keys and values.
         problem: prior, masks and tiling.
         saved: output and log-sum-exp.
-        grads: gradients of ``saved``.
+        grads: gradients of ``saved``; None for 0.
         wanted: whether to compute the gradients of table, key bias, row scale and network.
     """
     out, lse = saved
-    out_grad, lse_grad = grads[0], grads[1].to(problem.dtype)
+    out_grad = grads[0]
+    lse_grad = torch.zeros_like(lse, dtype=problem.dtype) if grads[1] is None else grads[1].to(problem.dtype)
     geometry = problem.geometry
     block_rows = ROWS if geometry.num_keys > MOST_KEYS else ROWS // 2
     block_rows = (

@@ -51,8 +51,6 @@ MARGIN = 2 * SLOT
 """Number of unused entries before and after those of a table, which hidden pairs at the edges of tiles read."""
 WITH_FRAGMENTS = (8, 9)
 """Major compute capabilities whose matrix products have the layout of ``fragments.py``."""
-ROWS_PREPARED = 64
-"""Number of queries per program of ``rows_kernel``."""
 BITS = 1 / math.log(2.0)
 """Bits per nat."""
 LONGEST_TABLE = 16
@@ -131,6 +129,10 @@ class Blocks(NamedTuple):
     warps: int
     stages: int
     """Number of blocks in the software pipeline of loads."""
+
+
+PREPARED = Blocks(64, 0, 4, 1)
+"""Blocks of ``rows_kernel``, which reads no keys."""
 
 
 class Configuration(NamedTuple):
@@ -291,7 +293,10 @@ class _Launcher:
         if key_bias is not None and self.own is not None:
             numbers = (*in_two(key_bias * BITS), *in_two(self.own * BITS))
             of_keys = {name: x.contiguous() for name, x in zip(names, numbers, strict=True)}
-        return of_keys | {"TABLE": None if self.table is None else (self.table * BITS).float()}
+        table = self.table
+        if table is not None:
+            table = torch.mul(table, BITS, out=torch.empty_like(table, dtype=torch.float32))
+        return of_keys | {"TABLE": table}
 
     @cached_property
     def exact_bias(self) -> dict[str, Tensor | None]:
@@ -365,14 +370,25 @@ class _Launcher:
             return None
         return tensor.to(dtype).expand(self.problem.geometry.batch, -1).contiguous()
 
-    def run(self, kernel: Any, grid: tuple[int, ...], size: Blocks, own: int, **arguments: Any) -> None:
+    def run(self, kernel: Any, grid: tuple[int, int, int], size: Blocks, own: int, **arguments: Any) -> None:
         """Launch a kernel on the query's device, whose programs hold ``own`` queries or keys."""
         query, key, value = self.content[:3]
         tiled = self.regular and arguments["FAR"] is None
         tiled = tiled and has_fragments(self.capability, query.dtype, own, size.warps)
+        constants = {
+            **self.sizes,
+            "ROWS": size.rows,
+            "KEYS": size.keys,
+            "SLOT": SLOT,
+            "SCALES_PRIOR": self.problem.row_scale is not None,
+            "TILED": tiled,
+            "WARPS": size.warps,
+        }
         launch(
             kernel,
             grid,
+            size,
+            constants,
             QUERY=query,
             KEY=key,
             VALUE=value,
@@ -380,24 +396,40 @@ class _Launcher:
             **(self.bias if arguments["FAR"] is None else self.exact_bias),
             **self.masks,
             **self.numbers,
-            **self.sizes,
-            ROWS=size.rows,
-            KEYS=size.keys,
-            SLOT=SLOT,
-            SCALES_PRIOR=self.problem.row_scale is not None,
-            TILED=tiled,
-            WARPS=size.warps,
-            num_warps=size.warps,
-            num_stages=size.stages,
-            # Fuse multiplication and addition, with a single rounding.
-            enable_fp_fusion=True,
         )
 
 
-def launch(kernel: Any, grid: tuple[int, ...], **arguments: Any) -> None:
-    """Launch a kernel on the device of its log-sum-exps."""
+_compiled: dict[tuple[Any, ...], Any] = {}
+"""Compiled kernels by everything that Triton compiles a kernel for."""
+
+
+def launch(kernel: Any, grid: tuple[int, int, int], size: Blocks, constants: dict[str, Any], **arguments: Any) -> None:
+    """Launch a kernel on the device of its log-sum-exps.
+
+    Triton's own launch takes as long as ten operations of PyTorch, because it looks for the compiled kernel anew. This
+    function does so only for the first launch of a kind.
+    """
+    given = arguments | constants
+    ordered = [given[name] for name in kernel.arg_names]
+    kind = (kernel.fn, arguments["LSE"].device, size, *constants.values(), *map(_kind, arguments.values()))
+    compiled = _compiled.get(kind)
     with torch.cuda.device_of(arguments["LSE"]):
-        kernel[grid](**arguments)
+        if compiled is not None:
+            compiled[grid](*ordered)
+            return
+        # Fuse multiplication and addition, with a single rounding.
+        options = {"num_warps": size.warps, "num_stages": size.stages, "enable_fp_fusion": True}
+        # The interpreter returns None.
+        _compiled[kind] = kernel[grid](*ordered, **options)
+
+
+def _kind(argument: Tensor | float | None) -> Any:
+    """Return what Triton compiles a kernel for: dtype, alignment, whether an integer is 1, a multiple of 16, long."""
+    if argument is None or isinstance(argument, float):
+        return type(argument)
+    if isinstance(argument, int):
+        return argument == 1, argument % 16 == 0, argument.bit_length() > 31
+    return argument.dtype, argument.data_ptr() % 16 == 0
 
 
 def _padded(width: int) -> int:
@@ -473,7 +505,7 @@ def backward(
     content: Content,
     problem: BlockProblem,
     saved: tuple[Tensor, Tensor],
-    grads: tuple[Tensor, Tensor],
+    grads: tuple[Tensor, Tensor | None],
     wanted: tuple[bool, ...],
 ) -> Gradients:
     """Return all gradients. Arguments are those of :func:`forward` and :func:`tiles.backward.backward`."""
@@ -481,7 +513,8 @@ def backward(
 
     launcher, geometry = _Launcher(content, problem), problem.geometry
     heads, number = geometry.batch * geometry.heads, geometry.num_queries
-    out_grad, lse_grad = columns_together(grads[0].to(content.query.dtype)), grads[1].to(torch.float32).contiguous()
+    out_grad = columns_together(grads[0].to(content.query.dtype))
+    lse_grad = torch.zeros_like(saved[1], dtype=torch.float32) if grads[1] is None else grads[1].float().contiguous()
     strides = dict(zip(("grad_batch", "grad_head", "grad_row"), out_grad.stride()[:3], strict=True))
     constant, rest, near_lse = (torch.empty_like(lse_grad) for _ in range(3))
     far_lse, far = torch.empty_like(saved[1]), torch.empty_like(lse_grad, dtype=torch.int8)
@@ -489,7 +522,9 @@ def backward(
     shift = launcher.shift
     launch(
         kernels.rows_kernel,
-        (-(-number // ROWS_PREPARED), heads),
+        (-(-number // PREPARED.rows), heads, 1),
+        PREPARED,
+        {"DV": launcher.sizes["DV"], "BLOCK_DV": launcher.sizes["BLOCK_DV"], "ROWS": PREPARED.rows},
         OUT=saved[0].contiguous(),
         OUT_GRAD=out_grad,
         LSE=saved[1].contiguous(),
@@ -502,9 +537,6 @@ def backward(
         LARGEST=largest,
         heads=geometry.heads,
         num_queries=number,
-        DV=launcher.sizes["DV"],
-        BLOCK_DV=launcher.sizes["BLOCK_DV"],
-        ROWS=ROWS_PREPARED,
         **strides,
     )
     query_grad, key_grad, value_grad = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in content[:3])
@@ -512,7 +544,7 @@ def backward(
     if problem.table is not None and wanted[0]:
         table_heads, entries = problem.table.shape
         integers = far.new_zeros(table_heads, entries + 2 * MARGIN, dtype=torch.int64)
-        units = LARGEST_SUM / _largest_sum(launcher, largest)
+        units = _units(launcher, largest)
     if problem.key_bias is not None and wanted[1]:
         bias_grad = lse_grad.new_empty(geometry.batch, geometry.heads, geometry.num_keys)
     if content.scale is not None and wanted[2]:
@@ -525,7 +557,7 @@ def backward(
         sizes = launcher.configuration(far=far is not None)
         launcher.run(
             kernels.query_grad_kernel,
-            (-(-number // sizes.query_grad.rows), heads),
+            (-(-number // sizes.query_grad.rows), heads, 1),
             sizes.query_grad,
             sizes.query_grad.rows,
             LSE=lse,
@@ -537,7 +569,7 @@ def backward(
         )
         launcher.run(
             kernels.key_grad_kernel,
-            (-(-geometry.num_keys // sizes.key_grad.keys), geometry.batch * key_grad.shape[1]),
+            (-(-geometry.num_keys // sizes.key_grad.keys), geometry.batch * key_grad.shape[1], 1),
             sizes.key_grad,
             sizes.key_grad.keys,
             LSE=lse,
@@ -563,14 +595,14 @@ def backward(
     return Gradients(query_grad, key_grad, value_grad, table_grad, bias_grad, scale_grad)
 
 
-def _largest_sum(launcher: _Launcher, largest: Tensor) -> Tensor:
-    """Return an upper bound on all sums of the logits' gradient.
+def _units(launcher: _Launcher, largest: Tensor) -> Tensor:
+    """Return the factor between a sum of the logits' gradient and its integer, from an upper bound on all such sums.
 
     The weights of a row sum to 1. Norms bound their factors.
     """
     value, scale, geometry = launcher.content.value, launcher.problem.row_scale, launcher.problem.geometry
     of_out, of_lse = largest[1:].view(torch.float32).double()
-    of_value = torch.linalg.vector_norm(value, math.inf, dtype=torch.float32) * value.shape[-1] ** 0.5
-    of_row = of_out * of_value + of_lse
-    rows = geometry.batch * geometry.num_queries
-    return 2 * rows * (of_row if scale is None else of_row * scale.abs().amax()).clamp(min=1e-200)
+    of_value = torch.linalg.vector_norm(value, math.inf, dtype=torch.float32)
+    of_row = torch.addcmul(of_lse, of_out, of_value, value=value.shape[-1] ** 0.5)
+    of_row = of_row if scale is None else of_row * scale.abs().amax()
+    return LARGEST_SUM / (2 * geometry.batch * geometry.num_queries) / of_row.clamp(min=1e-200)
