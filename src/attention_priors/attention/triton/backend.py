@@ -274,11 +274,10 @@ class _Launcher:
         inside, row_scale = self.problem.inside, self.content.scale
         reach = None
         if inside is not None:
-            places = torch.arange(len(inside), device=inside.device)
-            nearest = torch.where(inside, places, -1).amax()
-            farthest = torch.where(inside, places, len(inside)).amin()
+            highest = self.problem.distances.highest
+            at = torch.arange(highest, highest - len(inside), -1, dtype=torch.int32, device=inside.device)
             # The visible distances form one interval, which may be empty.
-            reach = (self.problem.distances.highest - torch.stack([nearest, farthest])).to(torch.int32)
+            reach = torch.stack([torch.where(inside, at, FAR).amin(), torch.where(inside, at, -FAR).amax()])
         return {
             "ROW_SCALE": None if row_scale is None else row_scale.contiguous(),
             "REACH": reach,
