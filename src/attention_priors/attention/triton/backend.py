@@ -405,12 +405,12 @@ _compiled: dict[tuple[Any, ...], Any] = {}
 def launch(kernel: Any, grid: tuple[int, int, int], size: Blocks, constants: dict[str, Any], **arguments: Any) -> None:
     """Launch a kernel on the device of its log-sum-exps.
 
-    Triton's own launch takes as long as ten operations of PyTorch, because it looks for the compiled kernel anew. This
-    function does so only for the first launch of a kind.
+    Triton's own launch takes about 0.05 ms of the CPU, because it looks for the compiled kernel anew. This function
+    does so only for the first launch of a kind.
     """
     given = arguments | constants
     ordered = [given[name] for name in kernel.arg_names]
-    kind = (kernel.fn, arguments["LSE"].device, size, *constants.values(), *map(_kind, arguments.values()))
+    kind = (kernel.fn, arguments["LSE"].device, size, *constants.values(), *map(_kind, ordered))
     compiled = _compiled.get(kind)
     with torch.cuda.device_of(arguments["LSE"]):
         if compiled is not None:
@@ -423,7 +423,10 @@ def launch(kernel: Any, grid: tuple[int, int, int], size: Blocks, constants: dic
 
 
 def _kind(argument: Tensor | float | None) -> Any:
-    """Return what Triton compiles a kernel for: dtype, alignment, whether an integer is 1, a multiple of 16, long."""
+    """Return the properties of an argument that Triton compiles a kernel for.
+
+    Those of a tensor are its dtype and alignment; of an integer, whether it is 1, a multiple of 16 or beyond 32 bits.
+    """
     if argument is None or isinstance(argument, float):
         return type(argument)
     if isinstance(argument, int):
