@@ -9,7 +9,7 @@ from unittest import mock
 import pytest
 import torch
 from torch import Tensor
-from triton_cases import DEVICES, configured, language_patched_once_a_launch, same
+from triton_cases import DEVICES, configured, fast_interpreter, same
 
 from attention_priors import GeneralizedGaussian, Laplace, SSMax, Window, attend, explain
 from attention_priors.attention import plan, selftest
@@ -47,7 +47,7 @@ def test_tiles_pass_the_self_test(variant: Variant) -> None:
 def test_kernels_pass_the_self_test(variant: Variant, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Cases of the self-test run and have their stated properties. On a device, they use its blocks."""
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    with language_patched_once_a_launch():
+    with fast_interpreter():
         found = errors(variant, "triton", torch.device(device))
     assert max(found.values()) <= ALLOWED[variant.dtype], found
 

@@ -75,7 +75,7 @@ def configured(configuration: Configuration, slot: int = backend.SLOT) -> Iterat
     with (
         mock.patch.multiple(backend, configuration=lambda *_: configuration, SLOT=slot),
         nullcontext() if ON_CUDA else guarded_memory(),
-        nullcontext() if ON_CUDA else language_patched_once_a_launch(),
+        nullcontext() if ON_CUDA else fast_interpreter(),
     ):
         yield
 
@@ -134,12 +134,17 @@ def guarded_memory() -> Iterator[None]:
 
 
 @contextmanager
-def language_patched_once_a_launch() -> Iterator[None]:
-    """Patch ``triton.language`` once per launch and module. The interpreter does so at each call of a function."""
+def fast_interpreter() -> Iterator[None]:
+    """Halve the interpreter's work.
+
+    It would patch ``triton.language`` at each call of a function; once per launch and module is enough. It would also
+    look for overflows in every sum and product of integers, and then drop what it found, as it does not debug.
+    """
     from triton.runtime import interpreter
 
     patch = interpreter._patch_lang
     run = interpreter.GridExecutor.__call__
+    unchecked = replace(interpreter.interpreter_builder.options, sanitize_overflow=False)
     patched: dict[int, Any] = {}
 
     def patch_once(function: Any) -> Any:
@@ -155,5 +160,6 @@ def language_patched_once_a_launch() -> Iterator[None]:
     with (
         mock.patch.object(interpreter, "_patch_lang", patch_once),
         mock.patch.object(interpreter.GridExecutor, "__call__", launch),
+        mock.patch.object(interpreter.interpreter_builder, "options", unchecked),
     ):
         yield

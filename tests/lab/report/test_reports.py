@@ -225,7 +225,7 @@ def test_hand_written_pages_keep_their_text_and_get_new_tables(rows, tmp_path):
     for name in ("sink_mass.png", "photo.png"):
         (tmp_path / "figures" / name).write_bytes(b"x")
     assert write_report(rows.results(), tmp_path) == page
-    passkey, training = (tables(rows.results())[name].markdown() for name in ("passkey", "training"))
+    passkey, training = (tables(rows.results(), [name])[name].markdown() for name in ("passkey", "training"))
     fresh = page.read_text(encoding="utf-8")
     assert fresh == (
         "# What came out\n\nWords before. <!-- a comment -->\n\n"
@@ -248,7 +248,7 @@ def test_tables_without_data_are_named_and_kept(rows, tmp_path, kind, name):
     page = (tmp_path / "README.md").read_text(encoding="utf-8")
     assert ("| what | stood here before |" in page) == (name == "passkey")
     assert (tmp_path / "figures" / "logit_scale_histogram.png").exists() == (name == "passkey")
-    assert tables(rows.results())["training"].markdown() in page
+    assert tables(rows.results(), ["training"])["training"].markdown() in page
 
 
 @pytest.mark.parametrize(

@@ -32,7 +32,7 @@ from attention_priors.lab.report.tables import Losses, heads, passkey_overview, 
 
 
 def table(rows: Rows, name: str) -> Any:
-    return tables(rows.results())[name]
+    return tables(rows.results(), [name])[name]
 
 
 def line(shown: Table, *words: str) -> list:

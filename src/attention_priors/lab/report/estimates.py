@@ -20,7 +20,7 @@ from attention_priors.lab.results import Frame, Results
 
 def schemes_in(rows: Frame) -> list[str]:
     """Return the schemes that have rows, in display order."""
-    return [name for name in rows.scheme.cat.categories if name in {*rows.scheme}]
+    return [*rows.scheme.cat.remove_unused_categories().cat.categories]
 
 
 def by_scheme(rows: Frame) -> Iterator[tuple[str, Frame]]:

@@ -89,6 +89,11 @@ def wording(name: str, **values: Any) -> str:
     Raises:
         jinja2.UndefinedError: the text uses a name that ``values`` lacks.
     """
+    return " ".join(_templates().get_template(name).render(**values).split())
+
+
+@cache
+def _templates() -> Environment:
     environment = Environment(loader=DictLoader(words()), undefined=StrictUndefined)
     environment.filters |= {"counted": counted, "listing": listing, "multiple": multiple, "percent": percent}
-    return " ".join(environment.get_template(name).render(**values).split())
+    return environment

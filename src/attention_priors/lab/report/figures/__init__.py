@@ -14,7 +14,14 @@ from matplotlib.figure import Figure
 
 from attention_priors._io import write_bytes
 from attention_priors.lab.report.comparisons import comparisons
-from attention_priors.lab.report.estimates import by_task, by_text, loss_measure, own_passkeys, schemes_in
+from attention_priors.lab.report.estimates import (
+    by_scheme,
+    by_task,
+    by_text,
+    loss_measure,
+    own_passkeys,
+    schemes_in,
+)
 from attention_priors.lab.report.figures import curves, heads, heatmaps
 from attention_priors.lab.report.wording import listing, wording
 from attention_priors.lab.results import Frame, Results
@@ -90,9 +97,10 @@ def _illustrations(results: Results) -> Iterator[Illustration]:
         return Illustration(kind, None, kind, alt, partial(draw, results))
 
     def each(kind: str, draw: Draw, *frames: Frame, stem: str = "", **words: str) -> Iterator[Illustration]:
+        parts = [dict(by_scheme(frame)) for frame in frames]
         for place, name in enumerate(results.names, start=1):
-            own = [frame[frame.scheme == name] for frame in frames]
-            if len(own[0]):
+            if name in parts[0]:
+                own = [part.get(name, frame[:0]) for part, frame in zip(parts, frames, strict=True)]
                 # The number distinguishes schemes whose names differ only in characters that file names cannot hold.
                 file = f"{stem or kind}_{place:02d}_{_plain(name)}"
                 yield Illustration(kind, name, file, wording(kind, scheme=name, **words), partial(draw, *own, name))
