@@ -1,9 +1,11 @@
 """The Python examples of docs/export.md run in order."""
 
+from functools import cache
 from pathlib import Path
 
 import pytest
 
+from attention_priors.hf import export
 from written_pages import python_of, run_page
 
 
@@ -12,6 +14,8 @@ def test_examples_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for package in ("onnxruntime", "onnxscript", "gguf"):
         pytest.importorskip(package)
     monkeypatch.chdir(tmp_path)
+    # Trace the model once for two formats.
+    monkeypatch.setattr(export, "_trace", cache(export._trace))
     assert len(python_of("docs/export.md")) == 5
     names = run_page("docs/export.md")
     model, prompt = names["model"], names["prompt"]

@@ -46,7 +46,7 @@ def test_texts_are_the_questions_of_evaluation_with_right_answers(
     tokenizer: PreTrainedTokenizerFast, essay: Haystack, texts: dict[str, RulerTexts], name: str, tmp_path: Path
 ):
     (tmp_path / "essay.json").write_text(json.dumps({"text": essay.text}))
-    length = 3000
+    length = 2000
     plan = EvaluationPlan(tasks=(name,), lengths=(length,), corpus=str(tmp_path / "essay.json"))
     asked = make_task(name, Setting(Subject("without a model", cast(Any, None), tokenizer), plan, chunk=64))
     assert isinstance(asked, RulerRetrieval)
@@ -121,7 +121,7 @@ def test_needles_have_all_depths_and_essays_begin_anywhere(
 ):
     depths, beginnings = [], set()
     for seed in range(80):
-        text = texts[name].draw_text(3000, _seeded(seed))
+        text = texts[name].draw_text(1500, _seeded(seed))
         prompt = str(tokenizer.decode(text.prompt))
         context = prompt[prompt.index("\n") : prompt.rindex("\n")]
         value = str(tokenizer.decode(text.answer[:-1])).strip()
