@@ -59,8 +59,13 @@ def pytest_collection_finish() -> None:
     gc.enable()
 
 
-def pytest_unconfigure() -> None:
-    """Include all objects in garbage collection, because Triton complains about leftovers."""
+def pytest_unconfigure(config: pytest.Config) -> None:
+    """End a worker of pytest-xdist, which has reported its tests. Python would free all its objects for eight seconds.
+
+    Elsewhere, include all objects in garbage collection, because Triton complains about leftovers.
+    """
+    if hasattr(config, "workerinput"):
+        os._exit(0)
     gc.unfreeze()
 
 
