@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import fields, replace
 from typing import Any
 from unittest import mock
@@ -259,14 +259,15 @@ def test_compiled_decoding_matches_the_reference(prior: Prior, in_documents: boo
     check_against_reference(Case(query, key, value, prior, document_ids=documents))
 
 
-@compiled
-@pytest.mark.slow
-def test_compiled_half_precision_rounds_only_queries_keys_and_values() -> None:
+@pytest.mark.parametrize(
+    "run", [uncompiled, pytest.param(nullcontext, marks=[pytest.mark.deep, compiled])], ids=["uncompiled", "compiled"]
+)
+def test_half_precision_rounds_only_queries_keys_and_values(run: Callable[[], AbstractContextManager[None]]) -> None:
     """Only queries, keys and values are rounded. Logit scale and prior meet float32 scores."""
     generator = torch.Generator().manual_seed(0)
     query, key, value = (torch.randn(2, 4, 300, 16, generator=generator).bfloat16() for _ in "qkv")
     case = Case(query, key, value, GeneralizedGaussian(4, init="spread"), logit_scale=SSMax(4, init=0.4))
-    with torch.no_grad():
+    with torch.no_grad(), run():
         expected, _ = case.to(torch.float64).attend("reference")
         out = attend(query, key, value, case.prior, logit_scale=case.logit_scale, backend="flex")
     assert out.dtype == torch.bfloat16

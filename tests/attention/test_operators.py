@@ -1,5 +1,6 @@
 """The attention operator in PyTorch: compiled, transformed, checkpointed and repeated."""
 
+import shutil
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -7,6 +8,7 @@ import pytest
 import torch
 from pruning_cases import small_blocks
 from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch.func import functional_call, grad, vmap
 from torch.utils.checkpoint import checkpoint
 
@@ -144,6 +146,25 @@ def test_compiled_with_symbolic_sizes(prior: Prior | None, scaled: bool) -> None
             found = compiled(query, key, key, prior, logit_scale=scale)
             expected = attend(query, key, key, prior, logit_scale=scale, backend="reference")
         torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
+@pytest.mark.parametrize("both_ways", ["in one tile"], indirect=True)  # long problems use several all the same
+def test_inductors_code_serves_all_lengths() -> None:
+    prior, scale = gaussian(), SSMax(H, 0.4)
+    torch._dynamo.reset()
+    counted = CompileCounterWithBackend("inductor")
+    compiled = torch.compile(attend, fullgraph=True, dynamic=True, backend=counted)
+    for batch, length in ((2, 32), (3, 48), (2, 130), (3, 333)):
+        query, key, value = torch.randn(3, batch, H, length, D).requires_grad_()
+        results = []
+        for function in (compiled, attend):
+            out = function(query, key, value, prior, logit_scale=scale)
+            leaves = [query, key, value, *prior.parameters(), *scale.parameters()]
+            results.append([out, *torch.autograd.grad(out.square().mean(), leaves)])
+        torch.testing.assert_close(*results, rtol=1e-4, atol=1e-5)
+    assert counted.frame_count <= 2, "a graph for each length"
 
 
 @pytest.mark.slow

@@ -1,4 +1,5 @@
 import json
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from transformers import LlamaConfig
 from attention_priors.lab.strict_yaml import read_yaml
 from attention_priors.lab.study import Recipe, RecipeError
 from attention_priors.lab.train.recipe import check_model
-from attention_priors.models import PriorDecoderForCausalLM
+from attention_priors.models import PriorDecoderConfig, PriorDecoderForCausalLM
 
 TRAINING_KEYS = "optimizer, learning_rate, betas, epsilon, weight_decay, gradient_clip, warmup_steps"
 PRIORS = (
@@ -83,6 +84,13 @@ RECIPES = Path(__file__).parents[3] / "recipes"
 COMPARISONS = [RECIPES / "demo.yaml", *sorted((RECIPES / "results").glob("*.yaml"))]
 
 
+@cache  # many schemes have equal models: trials of learning rates, and baselines of several recipes
+def number_of_layers(described: str) -> int:
+    """Return the number of layers of the model of a config in JSON."""
+    with torch.device("meta"):
+        return len(PriorDecoderForCausalLM(PriorDecoderConfig(**json.loads(described))).model.layers)
+
+
 @pytest.mark.parametrize("path", COMPARISONS, ids=lambda path: path.stem)
 def test_committed_recipes_build_models(path: Path, tmp_path: Path):
     recipe = decoder_recipe(path)
@@ -96,15 +104,9 @@ def test_committed_recipes_build_models(path: Path, tmp_path: Path):
             model = check_model(recipe.start_of(name), length=recipe.training_of(name).context_length)
             assert len(model.model.layers) == 30
         return
-    layers: dict[str, int] = {}
     for name in recipe.schemes:
-        config = recipe.config_of(name, vocab_size=100)
-        described = config.to_json_string()
-        # Trials of one scheme with other learning rates have equal models.
-        if described not in layers:
-            with torch.device("meta"):
-                layers[described] = len(PriorDecoderForCausalLM(config).model.layers)
-        assert layers[described] == recipe.model_of(name).num_hidden_layers
+        described = recipe.config_of(name, vocab_size=100).to_json_string()
+        assert number_of_layers(described) == recipe.model_of(name).num_hidden_layers
 
 
 MISTAKES: dict[str, tuple[dict[str, Any], list[str]]] = {
