@@ -15,7 +15,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 CORE := tests/priors tests/encodings tests/attention
-PYTEST := $(BIN)/pytest --numprocesses auto --dist loadfile
+PYTEST := $(BIN)/pytest --numprocesses auto --dist loadfile --no-loadscope-reorder
 # Python compiles a module when it is first imported. pip would compile all of them, most for nothing, on one core.
 INSTALL := $(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt
 # Keep compiled modules also where the environment forbids it, as containers often do.
