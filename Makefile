@@ -38,7 +38,8 @@ $(VENV)/lab: pyproject.toml constraints.txt | $(BIN)/python
 	$(INSTALL) --editable ".[lab,images]"
 	touch $@
 
-# pip keeps one core busy. Meanwhile, the other core compiles what each worker of the tests would compile again.
+# pip keeps one core busy. Meanwhile, the other core compiles what each worker of the tests would compile again. A file
+# that it cannot compile is no error: PyTorch has one for newer Pythons alone.
 $(VENV)/dev: $(VENV)/lab
 	cd $(VENV)/lib/python*/site-packages && $(abspath $(BIN))/python -m compileall -qq kornia networkx scipy sympy torch & \
 		$(INSTALL) --group dev && wait
