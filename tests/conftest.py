@@ -1,4 +1,4 @@
-"""Setup shared by all tests: one thread, equal random examples, one Chromium per file, autograd, garbage, Triton."""
+"""Setup shared by all tests: one thread, random examples, order, garbage, autograd, Triton, one Chromium per file."""
 
 import gc
 import importlib
