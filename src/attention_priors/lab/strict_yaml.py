@@ -76,16 +76,32 @@ _KINDS = ("constrained-int", "constrained-str", "constrained-float", "int", "flo
 """Names that pydantic adds to the location of a key that allows several types."""
 
 
-class _UniqueKeyLoader(yaml.SafeLoader):
+# PyYAML's wheels have the loader of libyaml, which takes a seventh of the time. A build from source may lack it.
+_SafeLoader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+
+
+class _UniqueKeyLoader(_SafeLoader):
     """YAML loader that raises an error for duplicate keys, which PyYAML would silently drop.
 
     Keys of a merged mapping (``<<``) may be set again. ruamel.yaml's safe loader is not used, because it accepts
     duplicates in mappings with merged keys.
     """
 
-    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
-        # Here, merged keys are not yet among the mapping's own keys.
-        node = super().compose_mapping_node(anchor)
+    def get_single_node(self) -> Any:
+        # Here, merged keys are not yet among a mapping's own keys.
+        root = super().get_single_node()
+        nodes: list[Any] = [root]
+        checked = set[int]()
+        for node in nodes:
+            if not isinstance(node, yaml.CollectionNode) or id(node) in checked:
+                continue
+            checked.add(id(node))  # an alias is the node of its anchor
+            nodes += [value for _, value in node.value] if isinstance(node, yaml.MappingNode) else node.value
+            if isinstance(node, yaml.MappingNode):
+                self._check_keys(node)
+        return root
+
+    def _check_keys(self, node: yaml.MappingNode) -> None:
         names: list[Any] = []
         for key, _ in node.value:
             if isinstance(key, yaml.ScalarNode) and key.tag != "tag:yaml.org,2002:merge":
@@ -93,7 +109,6 @@ class _UniqueKeyLoader(yaml.SafeLoader):
                 if name in names:
                     raise yaml.constructor.ConstructorError(None, None, f"duplicate key {name!r}", key.start_mark)
                 names.append(name)
-        return node
 
 
 # As in YAML 1.2. PyYAML reads 1.0e-3 as a number, but 1e-3 as a string.
