@@ -93,15 +93,17 @@ class _UniqueKeyLoader(_SafeLoader):
         nodes: list[Any] = [root]
         checked = set[int]()
         for node in nodes:
-            if not isinstance(node, yaml.CollectionNode) or id(node) in checked:
+            if id(node) in checked:  # an alias, which may lie in the node of its anchor
                 continue
-            checked.add(id(node))  # an alias is the node of its anchor
-            nodes += [value for _, value in node.value] if isinstance(node, yaml.MappingNode) else node.value
+            checked.add(id(node))
             if isinstance(node, yaml.MappingNode):
-                self._check_keys(node)
+                self._check_unique_keys(node)
+                nodes += [value for _, value in node.value]
+            elif isinstance(node, yaml.SequenceNode):
+                nodes += node.value
         return root
 
-    def _check_keys(self, node: yaml.MappingNode) -> None:
+    def _check_unique_keys(self, node: yaml.MappingNode) -> None:
         names: list[Any] = []
         for key, _ in node.value:
             if isinstance(key, yaml.ScalarNode) and key.tag != "tag:yaml.org,2002:merge":

@@ -407,3 +407,11 @@ def test_merged_keys_may_be_overridden(tmp_path):
     path.write_text("c: &c {x: 1}\ne: {<<: *c, x: 4, x: 5}\n")
     with pytest.raises(RecipeError, match="duplicate key 'x'"):
         read_yaml(path)
+
+
+def test_aliases_may_lie_in_their_anchors(tmp_path):
+    path = tmp_path / "recursive.yaml"
+    path.write_text("a: &a [1, {b: *a}]\n")
+    found = read_yaml(path)["a"]
+    assert found[0] == 1
+    assert found[1]["b"] is found
