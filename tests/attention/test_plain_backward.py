@@ -31,7 +31,7 @@ def test_gradients_equal_those_of_the_dense_formula(name: str, dtype: torch.dtyp
     with mock.patch.object(plain_backward, "backward", wraps=plain_backward.backward) as kernel:
 
         @examples(5, f"{name} {dtype}")
-        @given(cases(name, keyed=False), st.integers(2, 12))
+        @given(cases(name, longest=100, keyed=False), st.integers(2, 12))
         def check(case: Case, size: int) -> None:
             if case.prior is not None:
                 case.prior.requires_grad_(False)

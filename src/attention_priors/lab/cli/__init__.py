@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import sys
 
-import torch
+from attention_priors.lab.process import set_up_process
 
 try:
     from attention_priors.lab.cli.commands import app
@@ -23,6 +23,5 @@ def main() -> None:
         if isinstance(stream, io.TextIOWrapper):
             # Output that the terminal cannot encode, such as a minus sign, must not fail a finished command.
             stream.reconfigure(errors="backslashreplace")
-    # On some CPUs, denormal numbers take 200 times as long as others. Threads that start later count them as 0 too.
-    torch.set_flush_denormal(True)
+    set_up_process()
     app()

@@ -20,6 +20,7 @@ from transformers.utils import logging
 
 from attention_priors._io import read_json
 from attention_priors.lab.output_folder import FolderInUseError, sole_writer
+from attention_priors.lab.process import set_up_process
 from attention_priors.lab.study.compare import load_study, recipe_of
 from attention_priors.lab.study.runs import run_folder
 from attention_priors.lab.study.workers import FINISHED, TAKEN
@@ -69,5 +70,5 @@ def _end_with_the_parent() -> None:
 
 
 if __name__ == "__main__":
-    torch.set_flush_denormal(True)  # as the command line does
+    set_up_process()
     main(*sys.argv[1:])
