@@ -35,6 +35,7 @@ from attention_priors import (
 )
 from attention_priors.attention import plan
 from attention_priors.attention.flex import backend
+from thoroughness import every_other_deep
 
 
 def why_not_compiled() -> str:
@@ -69,8 +70,13 @@ def uncompiled() -> Iterator[None]:
         yield
 
 
+ALIKE = ("uniform", "kerple", "clipped_offsets")
+"""Priors that FlexAttention computes as it computes ALiBi's or T5's."""
+QUICK = [name for name in WITHOUT_NETWORKS if name not in ALIKE]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("name", WITHOUT_NETWORKS)
+@pytest.mark.parametrize("name", every_other_deep(WITHOUT_NETWORKS, QUICK))
 def test_values_and_gradients(name: str) -> None:
     """FlexAttention's backward pass computes weights from a stored log-sum-exp and inherits its rounding."""
     compared = 0

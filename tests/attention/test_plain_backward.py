@@ -14,6 +14,7 @@ from attention_priors import Laplace, attend
 from attention_priors.attention.plan import Backend
 from attention_priors.attention.tiles import plain_backward
 from attention_priors.precision import flushes_denormals
+from thoroughness import each_once
 
 
 def gradients(case: Case, backend: str, cotangent: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -51,8 +52,7 @@ def test_gradients_equal_those_of_the_dense_formula(name: str, dtype: torch.dtyp
     assert kernel.call_count > 0
 
 
-@pytest.mark.parametrize("kv_heads", [4, 1])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("dtype", "kv_heads"), each_once([torch.float32, torch.bfloat16], [4, 1]))
 def test_gradients_of_long_problems_equal_float64(dtype: torch.dtype, kv_heads: int) -> None:
     drawn = torch.Generator().manual_seed(0)
     query, key, value = (torch.randn(1, h, 1460, 16, generator=drawn) for h in (4, kv_heads, kv_heads))
