@@ -16,7 +16,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 CORE := tests/priors tests/encodings tests/attention
 PYTEST := $(BIN)/pytest --numprocesses auto --dist loadfile --no-loadscope-reorder
-# Python compiles a module when it is first imported. pip would compile all of them, most for nothing, on one core.
+# Python compiles a module when it is first imported. pip would compile all of them, many for nothing, on one core.
 INSTALL := $(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt
 # Keep compiled modules also where the environment forbids it, as containers often do.
 export PYTHONDONTWRITEBYTECODE :=
@@ -38,10 +38,11 @@ $(VENV)/lab: pyproject.toml constraints.txt | $(BIN)/python
 	$(INSTALL) --editable ".[lab,images]"
 	touch $@
 
-# pip keeps one core busy. Meanwhile, the other core compiles what each worker of the tests would compile again. A file
-# that it cannot compile is no error: PyTorch has one for newer Pythons alone.
+# pip keeps one core busy. Meanwhile, the other core compiles what each worker of the tests would compile again, but no
+# tests of packages and no models of transformers. A file that it cannot compile is no error: PyTorch has one for newer
+# Pythons alone.
 $(VENV)/dev: $(VENV)/lab
-	cd $(VENV)/lib/python*/site-packages && $(abspath $(BIN))/python -m compileall -qq kornia networkx scipy sympy torch & \
+	cd $(VENV)/lib/python*/site-packages && $(abspath $(BIN))/python -m compileall -qq -x '/(tests|models)/' . & \
 		$(INSTALL) --group dev && wait
 	touch $@
 
