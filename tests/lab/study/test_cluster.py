@@ -117,7 +117,7 @@ def test_a_run_moves_when_its_machine_is_lost(cluster, finished, tiny, tmp_path,
 
 
 def test_runs_end_with_a_killed_call(cluster, tiny, tmp_path, stub_worker_there):
-    stub_worker_there("cat")  # ends when its standard input closes, as a worker does
+    stub_worker_there("while read line; do :; done")  # ends with its standard input, as a worker does
 
     def call() -> None:
         compare(tiny(), tmp_path / "out", only=["ALiBi"], scheduler=cluster.scheduler_address, console=Console())
