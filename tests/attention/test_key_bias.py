@@ -196,6 +196,23 @@ def test_key_bias_combines_with_a_table_and_wider_values(num_queries: int) -> No
 
 
 @pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize(("num_queries", "num_keys"), [(1, 9), (9, 9), (400, 400)])
+def test_biases_of_padding_have_no_influence(num_queries: int, num_keys: int, dtype: torch.dtype, causal: bool) -> None:
+    """The best bias is subtracted. If that was a large bias of padding, the others would lose their digits."""
+    query, key, bias = (
+        some(2, 2, num_queries, 4, dtype=dtype),
+        some(2, 2, num_keys, 4, dtype=dtype),
+        some(2, 2, num_keys),
+    )
+    padding = torch.arange(num_keys) < torch.tensor([[3], [0]])
+    options: Any = {"causal": causal, "key_padding_mask": padding, "return_lse": True}
+    found = attend(query, key, key, Laplace(2), key_bias=bias.masked_fill(padding.unsqueeze(1), 1e20), **options)
+    for one, other in zip(found, attend(query, key, key, Laplace(2), key_bias=bias, **options), strict=True):
+        torch.testing.assert_close(one, other)
+
+
+@pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize(("num_queries", "num_keys"), [(1, 9), (5, 9), (9, 9), (12, 9)])
 @pytest.mark.parametrize("documents", [False, True])
 def test_the_best_visible_bias_is_subtracted(num_queries: int, num_keys: int, causal: bool, documents: bool) -> None:

@@ -102,6 +102,9 @@ def _attend_short(problem: Problem, plan: Plan, need_lse: bool) -> tuple[Tensor,
         table = alike if table is None else table + alike
     key_bias, best = table_of_keys(of_keys, geometry, problem.key_bias), None
     if key_bias is not None:
+        if geometry.key_padding_mask is not None:
+            # Biases of padding are ignored, also in the search for the best.
+            key_bias = key_bias.masked_fill(geometry.key_padding_mask.unsqueeze(1), LOWEST)
         # Subtract the best before rounding.
         best = key_bias.detach().amax(-1, keepdim=True)
         key_bias = key_bias - best
