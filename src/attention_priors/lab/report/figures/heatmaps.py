@@ -108,7 +108,7 @@ def depth_heatmap(rows: Frame, scheme: str, title: str, trained: int | None = No
     axes.tick_params(axis="x", labelsize=8, rotation=90 if lengths[-1] > 9999 else 0)
     axes.set_yticks(lines, [*depths, "mean"], fontsize=8)
     axes.set_xlabel("context length, tokens")
-    axes.set_ylabel("depth of the answer, % of the text")
+    axes.set_ylabel("depth of the answer,\n% of the text")
     axes.tick_params(length=0)
     axes.grid(False)
     axes.spines[:].set_visible(False)

@@ -73,7 +73,7 @@ def token_axis(
     to_tokens: Callable[[Any], Any] = lambda ratio: ratio * length  # noqa: E731
     above: Any = axes.secondary_xaxis("top", functions=(to_ratio, to_tokens))
     left, right = axes.get_xlim()
-    ratios = thin([2.0**k for k in range(-20, 21) if left <= 2.0**k * length <= right], at_most)
+    ratios = thin([2.0**k for k in range(-3, 21) if left <= 2.0**k * length <= right], at_most)
     set_ticks(above.xaxis, ratios, lambda value: f"{multiple(value)}×")
     above.set_xlabel(f"× training length (dashed: {length} tokens)")
     above.spines["top"].set_visible(False)
