@@ -195,21 +195,29 @@ def test_key_bias_combines_with_a_table_and_wider_values(num_queries: int) -> No
     assert torch.equal(key, before)
 
 
-@pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("hidden", ["padding", "padding, not causal", "the future", "another document"])
 @pytest.mark.parametrize(("num_queries", "num_keys"), [(1, 9), (9, 9), (400, 400)])
-def test_biases_of_padding_have_no_influence(num_queries: int, num_keys: int, dtype: torch.dtype, causal: bool) -> None:
-    """The best bias is subtracted. If that was a large bias of padding, the others would lose their digits."""
-    query, key, bias = (
-        some(2, 2, num_queries, 4, dtype=dtype),
-        some(2, 2, num_keys, 4, dtype=dtype),
-        some(2, 2, num_keys),
-    )
-    padding = torch.arange(num_keys) < torch.tensor([[3], [0]])
-    options: Any = {"causal": causal, "key_padding_mask": padding, "return_lse": True}
-    found = attend(query, key, key, Laplace(2), key_bias=bias.masked_fill(padding.unsqueeze(1), 1e20), **options)
-    for one, other in zip(found, attend(query, key, key, Laplace(2), key_bias=bias, **options), strict=True):
-        torch.testing.assert_close(one, other)
+def test_biases_of_hidden_keys_have_no_influence(
+    num_queries: int, num_keys: int, hidden: str, dtype: torch.dtype
+) -> None:
+    """The best bias is subtracted. If that is a large bias of a hidden key, the others lose their digits."""
+    query, key = some(2, 2, num_queries, 4, dtype=dtype), some(2, 2, num_keys, 4, dtype=dtype)
+    bias, places = some(2, 2, num_keys), torch.arange(num_keys)
+    options: dict[str, Any] = {"causal": hidden != "padding, not causal", "return_lse": True}
+    if hidden == "the future":
+        large, blind = places == num_keys - 1, slice(0, num_queries - 1)
+    elif hidden == "another document":
+        documents = places // 5
+        options["document_ids"] = documents.expand(2, -1)
+        large, blind = documents == 0, slice(-1, None)
+    else:
+        large, blind = places < 3, slice(None)
+        options["key_padding_mask"] = large.expand(2, -1)
+    expected = attend(query, key, key, Laplace(2), key_bias=bias, **options)
+    found = attend(query, key, key, Laplace(2), key_bias=bias.masked_fill(large, 1e20), **options)
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one[:, :, blind], other[:, :, blind])
 
 
 @pytest.mark.parametrize("causal", [True, False])

@@ -49,7 +49,7 @@ LOWEST = -1e30
 def attend_bare(problem: Problem, plan: Plan, *, need_lse: bool) -> tuple[Tensor, Tensor | None] | None:
     """Compute a decoding step or a short context; return None for any other problem.
 
-    The result is also None if a row is too far from 0 for float32.
+    The result is also None if a row is too far from 0.
 
     Returns:
         Output ``(B, H, Lq, Dv)`` and log-sum-exp ``(B, H, Lq)``. Without ``need_lse``, the log-sum-exp is None.
@@ -102,9 +102,6 @@ def _attend_short(problem: Problem, plan: Plan, need_lse: bool) -> tuple[Tensor,
         table = alike if table is None else table + alike
     key_bias, best = table_of_keys(of_keys, geometry, problem.key_bias), None
     if key_bias is not None:
-        if geometry.key_padding_mask is not None:
-            # Biases of padding are ignored, also in the search for the best.
-            key_bias = key_bias.masked_fill(geometry.key_padding_mask.unsqueeze(1), LOWEST)
         # Subtract the best before rounding.
         best = key_bias.detach().amax(-1, keepdim=True)
         key_bias = key_bias - best

@@ -75,15 +75,12 @@ def is_far(lse: Tensor) -> Tensor:
 
 
 def far_rows(lse: Tensor) -> Tensor | None:
-    """Return which rows are NaN or, unless in float64, beyond ``NEAR``; None for no row.
-
-    Rows that see no key do not count.
-    """
+    """Return the rows of :func:`is_far`; None for no row."""
     # Usually, the two extremes suffice. They are not worth an operation in a decoding step.
     ends = lse.flatten().tolist() if lse.numel() <= FEW_ROWS else map(float, lse.detach().aminmax())
     if all(-NEAR <= end <= NEAR for end in ends):
         return None
-    far = lse.isnan() if lse.dtype == torch.float64 else is_far(lse)
+    far = is_far(lse)
     return far if bool(far.any()) else None
 
 

@@ -1,8 +1,9 @@
-"""Recomputation of rows for which float32, or an added mask, is not exact enough.
+"""Recomputation of rows that are far from 0: there, float32 or an added mask is not exact enough.
 
 A float32 of size ``z`` has an error of up to ``z · 2^-24``: 3e-4 for a log-prior of -5000 nats. Usually, this error
 does not matter: a query attends where the log-prior is near 0, and a key at -5000 nats has no weight. But if all keys
-are far, or the logit scale is negative, the best keys have such log-priors, and the log-sum-exp shows the error.
+are far, or the logit scale is negative, the best keys have such log-priors, and the log-sum-exp shows the error. In
+float64, the same happens to rows that subtract the bias of a key that they do not see, if it is 1e20 nats.
 """
 
 from __future__ import annotations
