@@ -40,7 +40,7 @@ def recompute_rows(content: Content, problem: BlockProblem, out: Tensor, whole: 
     note("{} of {} rows are computed in float64, block by block", int(far.sum()), far.numel())
     geometry = problem.geometry
     tile = Tile(slice(0, geometry.batch), 0, geometry.num_queries, 0, geometry.num_keys)
-    tiling = Tiling(geometry, None, [tile], geometry.has_masks)
+    tiling = Tiling(geometry, problem.tiling.reach, [tile], geometry.has_masks)
     bias_of = Bias(problem, tiling)
     rows = block_length(geometry.batch * geometry.heads * geometry.num_keys)
     for block in tiling.blocks(rows):
