@@ -81,7 +81,7 @@ def gradient_scales(case: Case, cotangents: Cotangents) -> dict[str, Tensor]:
         all_parts = exact.weights * (weights_grad + mean + cotangents.lse.abs().unsqueeze(-1))
         # A row that sees one key gives it the weight 1, whatever the logit is. A log-prior of -1e30 nats then affects
         # only the log-sum-exp.
-        alone = (exact.weights == 1.0).any(-1, keepdim=True)
+        alone = exact.seen.sum(-1, keepdim=True) == 1
         parts = torch.where(alone, exact.weights * cotangents.lse.abs().unsqueeze(-1), all_parts)
     content = [name for name in leaves if not name.startswith("prior.")]
     positional = [name for name in leaves if name.startswith("prior.")]
@@ -119,8 +119,8 @@ def gradient_scales(case: Case, cotangents: Cotangents) -> dict[str, Tensor]:
     return scales
 
 
-def float32_tolerance(case: Case) -> float:
-    """Return the allowed relative error of a float32 computation: 1e-5, or more where rounding alone exceeds it.
+def tolerance_of(case: Case, dtype: torch.dtype = torch.float32) -> float:
+    """Return the allowed relative error of a computation: 1e-5 (float64: 1e-10), or more where rounding exceeds it.
 
     A logit ``z`` in float32 is wrong by up to ``2^-24 |z|``, which changes its weight by ``p (1 - p)`` times as much.
     Example: a logit scale of 8 on a log-prior of -50 nats that is almost equal for all keys. No float32 bias is more
@@ -139,8 +139,9 @@ def float32_tolerance(case: Case) -> float:
                 parts = term.lanes(*positions_of(case), dtype=torch.float64)
                 size = size + exact.prior_scale.abs() * (parts.query @ parts.key.unsqueeze(-3).mT).abs()
         moved = (exact.weights * (1 - exact.weights) * size).sum(-1)
-        # Key biases are exact to 1e-4 nats.
-        return (1e-5 if case.key_bias is None else 5e-5) + 2 * ROUNDING * float(moved.max())
+        # In float32, key biases are exact to 1e-4 nats.
+        least = 1e-10 if dtype == torch.float64 else 1e-5 if case.key_bias is None else 5e-5
+        return least + torch.finfo(dtype).eps * float(moved.max())
 
 
 def network_of(term: Prior, case: Case) -> ScaledDistance:

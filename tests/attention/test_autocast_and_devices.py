@@ -8,7 +8,7 @@ from unittest import mock
 import pytest
 import torch
 from attention_cases import PRIORS, Case, cases, examples, priors
-from attention_errors import Cotangents, compute, errors, float32_tolerance, gradient_scales
+from attention_errors import Cotangents, compute, errors, gradient_scales, tolerance_of
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
@@ -121,7 +121,7 @@ def test_other_devices_compute_the_same(name: str) -> None:
         cotangents = Cotangents.of(expected.out, expected.lse)
         with elsewhere():
             found = errors(compute(case.to(dtype), "toeplitz", cotangents), expected, gradient_scales(case, cotangents))
-        tolerance = float32_tolerance(case) if dtype == torch.float32 else 3e-6
+        tolerance = tolerance_of(case) if dtype == torch.float32 else 3e-6
         assert max(found.values()) <= tolerance, found
 
     check()

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 from attention_cases import OWN, PRIORS, Case, cases, examples, priors
-from attention_errors import Cotangents, compute, errors, float32_tolerance, gradient_scales
+from attention_errors import Cotangents, compute, errors, gradient_scales, tolerance_of
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -24,7 +24,7 @@ def test_values_and_gradients_in_float32(name: str) -> None:
         scales = gradient_scales(case, cotangents)
         for backend in case.backends():
             found = errors(compute(case, backend, cotangents), expected, scales)
-            tolerance = float32_tolerance(case)
+            tolerance = tolerance_of(case)
             for part, error in found.items():
                 assert error <= tolerance, f"{part} of {backend}: {error:.2e} > {tolerance:.2e}"
 
@@ -144,7 +144,7 @@ def test_values_and_gradients_around_the_default_block_size(num_queries: int, ca
         expected = compute(case.to(torch.float64), "reference")
         cotangents = Cotangents.of(expected.out, expected.lse)
         found = errors(compute(case, "toeplitz", cotangents), expected, gradient_scales(case, cotangents))
-        assert max(found.values()) <= float32_tolerance(case), found
+        assert max(found.values()) <= tolerance_of(case), found
 
     check()
 

@@ -9,7 +9,7 @@ from unittest import mock
 import pytest
 import torch
 from attention_cases import PRIORS, Case, examples, priors
-from attention_errors import Cotangents, Result, compute, errors, float32_tolerance, gradient_scales
+from attention_errors import Cotangents, Result, compute, errors, gradient_scales, tolerance_of
 from hypothesis import given
 from hypothesis import strategies as st
 from pruning_cases import pruned_above
@@ -219,13 +219,13 @@ def test_short_contexts_match_the_reference(name: str, dtype: torch.dtype) -> No
         exact = case.to(torch.float64)
         expected = compute(exact, "reference")
         cotangents = Cotangents.of(expected.out, expected.lse)
-        scales, tolerance = gradient_scales(case, cotangents), float32_tolerance(case)
+        scales, tolerance = gradient_scales(case, cotangents), tolerance_of(case, dtype)
         logits_of_row = case.query.shape[1] * case.query.shape[2] * case.key.shape[2]
         with counted() as answered, mock.patch.object(bare, "SHORT_NUMBERS", rows_at_once * logits_of_row):
             found = errors(compute(case, "toeplitz", cotangents), expected, scales)
         for part, error in found.items():
             # Parameters and their gradients are float32 for every dtype of the queries.
-            allowed = tolerance if dtype == torch.float32 else 3e-6 if "." in part else 1e-10
+            allowed = max(3e-6, tolerance) if "." in part else tolerance
             assert error <= allowed, f"{part}: {error:.2e} > {allowed:.2e}"
         ways.extend(answered)
 
@@ -253,7 +253,7 @@ def test_short_contexts_in_a_call_of_the_kernel_match_the_reference(name: str) -
         ):
             found = Result(*case.attend("toeplitz"), {})
         assert kernel.called
-        assert max(errors(found, replace(expected, grads={}), {}).values()) <= float32_tolerance(case)
+        assert max(errors(found, replace(expected, grads={}), {}).values()) <= tolerance_of(case)
 
     check()
 

@@ -13,7 +13,7 @@ from unittest import mock
 import pytest
 import torch
 from attention_cases import WITHOUT_NETWORKS, Case, cases, examples, priors
-from attention_errors import ROUNDING, Cotangents, Result, compute, errors, float32_tolerance, gradient_scales
+from attention_errors import ROUNDING, Cotangents, Result, compute, errors, gradient_scales, tolerance_of
 from hypothesis import assume, given
 from hypothesis import strategies as st
 from torch import Tensor
@@ -97,7 +97,7 @@ def test_values_and_gradients(name: str) -> None:
         if largest > 1e3:
             result, expected = replace(result, grads={}), replace(expected, grads={})
         found = errors(result, expected, gradient_scales(case, cotangents))
-        tolerance = float32_tolerance(case)
+        tolerance = tolerance_of(case)
         for part, error in found.items():
             inherited = 4 * ROUNDING * largest if part in expected.grads else 0.0
             if case.key_bias is not None and case.attn_mask is not None:
@@ -164,7 +164,7 @@ def check_against_reference(case: Case) -> None:
     with torch.no_grad():
         expected, lse = case.to(torch.float64).attend("reference")
         out = attend(case.query, key, case.value, case.prior, **case.options(), backend="flex")
-    tolerance = 2 * float32_tolerance(case)  # PyTorch's exponential there has a relative error of about 2^-20
+    tolerance = 2 * tolerance_of(case)  # PyTorch's exponential there has a relative error of about 2^-20
     assert out.dtype == case.query.dtype
     assert out.shape == expected.shape
     assert not out[torch.isneginf(lse)].any(), "a row that sees nothing gives zeros"

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from attention_cases import PRIORS, Case, cases, examples
-from attention_errors import float32_tolerance
+from attention_errors import tolerance_of
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
@@ -54,7 +54,7 @@ def test_values_and_gradients_match_in_every_backend(name: str) -> None:
             return [x.double() for x in (out, lse, *grads)]
 
         expected = compute(case.to(torch.float64), "reference")
-        tolerance = 1e-9 if dtype == torch.float64 else 100 * float32_tolerance(case)
+        tolerance = 1e-9 if dtype == torch.float64 else 100 * tolerance_of(case)
         for backend in case.backends():
             for found, exact in zip(compute(case.to(dtype), backend), expected, strict=True):
                 finite = exact.isfinite()

@@ -130,7 +130,8 @@ def test_compiled_without_a_graph_break(name: str) -> None:
     torch._dynamo.reset()
     found = results(torch.compile(call, fullgraph=True, backend="aot_eager"))
     for one, other in zip(found, results(call), strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+        # Uncompiled short contexts use a fast path, which rounds differently.
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=3e-6)
 
 
 @pytest.mark.slow
@@ -188,8 +189,10 @@ def test_operator_passes_opcheck(name: str, dtype: torch.dtype, monkeypatch: pyt
     """PyTorch's own check of schema, fake tensors and autograd, on the arguments that attend() passes."""
     make, options = VARIANTS[name]
     calls: list[tuple[Any, ...]] = []
+    backend = "attention_priors.attention.tiles.backend."
+    monkeypatch.setattr(backend + "attend_bare", lambda *_, **__: None)
     monkeypatch.setattr(
-        "attention_priors.attention.tiles.backend.attend_in_tiles",
+        backend + "attend_in_tiles",
         lambda *arguments: calls.append(arguments) or operators.block_attention(*arguments),
     )
     query, key, value = (x.detach().to(dtype).requires_grad_() for x in inputs())

@@ -6,7 +6,7 @@ from unittest import mock
 import pytest
 import torch
 from attention_cases import Case, cases, examples, in_blocks_of
-from attention_errors import Cotangents, float32_tolerance, gradient_scales
+from attention_errors import Cotangents, gradient_scales, tolerance_of
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -44,8 +44,8 @@ def test_gradients_equal_those_of_the_dense_formula(name: str, dtype: torch.dtyp
             scales = gradient_scales(case, cotangents)
             for part, found in gradients(case.to(dtype), "toeplitz", cotangents.out).items():
                 size_of_terms = max(float(expected[part].abs().max()), float(scales[part]), 0.1)
-                single = dtype == torch.float32 or "." in part
-                tolerance = float32_tolerance(case) if single else 1e-10
+                # Parameters are float32 for every dtype of the queries.
+                tolerance = tolerance_of(case, torch.float32 if "." in part else dtype)
                 assert float((found - expected[part]).abs().max()) / size_of_terms <= tolerance, part
 
         check()

@@ -7,7 +7,7 @@ from unittest import mock
 import pytest
 import torch
 from attention_cases import PRIORS, WITHOUT_NETWORKS, Case, cases, examples
-from attention_errors import Cotangents, compute, errors, float32_tolerance, gradient_scales
+from attention_errors import Cotangents, compute, errors, gradient_scales, tolerance_of
 from attention_oracle import oracle
 from hypothesis import given
 from hypothesis import strategies as st
@@ -138,7 +138,7 @@ def check_certificate(case: Case, size: int) -> int:
 
     out_error = torch.linalg.vector_norm(observed.out.detach() - exact.out.detach(), dim=-1)
     longest = torch.linalg.vector_norm(case.value.double(), dim=-1).max()
-    rounding = float32_tolerance(case) * 20
+    rounding = tolerance_of(case) * 20
     assert (out_error <= 2 * allowed * longest + rounding * longest).all()
     seen = ~torch.isneginf(exact.lse)
     low = (exact.lse - observed.lse.double()).detach()[seen]
@@ -161,7 +161,7 @@ def test_gradients_match_the_computed_pairs(name: str) -> None:
         cotangents = Cotangents.of(expected.out, expected.lse)
         with small_blocks(size):
             found = compute(case, "toeplitz", cotangents)
-        tolerated = float32_tolerance(case)
+        tolerated = tolerance_of(case)
         for part, error in errors(found, expected, gradient_scales(masked, cotangents)).items():
             assert error <= tolerated, f"{part}: {error:.2e} > {tolerated:.2e}"
 

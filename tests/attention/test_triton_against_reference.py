@@ -9,7 +9,7 @@ from unittest import mock
 import pytest
 import torch
 from attention_cases import WITHOUT_NETWORKS, Case, cases, examples, randomize
-from attention_errors import Cotangents, Result, compute, errors, float32_tolerance, gradient_scales
+from attention_errors import Cotangents, Result, compute, errors, gradient_scales, tolerance_of
 from hypothesis import given
 from hypothesis import strategies as st
 from pruning_cases import small_blocks
@@ -31,7 +31,7 @@ def check_exactness(device: str, case: Case) -> None:
     expected = compute(exact, "reference")
     cotangents = Cotangents.of(expected.out, expected.lse)
     found = errors(compute_on(device, case, cotangents), expected, gradient_scales(case, cotangents))
-    tolerance = float32_tolerance(case)
+    tolerance = tolerance_of(case)
     for part, error in found.items():
         assert error <= tolerance, f"{part}: {error:.2e} > {tolerance:.2e}"
 
@@ -179,7 +179,7 @@ def test_skipped_blocks_are_not_visited(device: str) -> None:
         ):
             result = compute_on(device, case, cotangents)
         found = errors(result, expected, gradient_scales(masked, cotangents))
-        assert max(found.values()) <= float32_tolerance(masked), found
+        assert max(found.values()) <= tolerance_of(masked), found
 
     check()
 
