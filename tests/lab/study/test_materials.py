@@ -152,5 +152,9 @@ def test_committed_recipes_have_their_texts(path: Path, cache: Path):
         materials = Materials.load(recipe, cache)
     except FileNotFoundError:
         pytest.skip("the package whose files are the corpus is not installed")
+    except OSError:
+        if recipe.pretrained is None:
+            raise
+        pytest.skip("the published tokenizer is not in the cache of the Hugging Face Hub, which cannot be reached")
     for scheme in recipe.schemes:
         materials._check_evaluation(scheme)
